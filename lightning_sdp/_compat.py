@@ -1,0 +1,45 @@
+"""Every private name of torch and lightning that this package needs, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torchmetrics import Metric
+
+__all__ = [
+    "CALL_HOOKS",
+    "BatchNorm",
+    "Metric",
+    "after_backward",
+    "metric_counters",
+    "optimizer_to_device",
+    "optimizers_to_device",
+]
+
+# The attributes of a module that hold hooks on its call.
+CALL_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+_METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
+
+
+def after_backward(function: Any) -> None:
+    """Calls a function when the backward pass that is under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def metric_counters(metric: nn.Module) -> dict[str, Any]:
+    """What a torchmetrics metric remembers besides its states."""
+    return {name: metric.__dict__[name] for name in _METRIC_COUNTERS if name in metric.__dict__}

@@ -1,0 +1,205 @@
+"""Re-estimates BatchNorm's running statistics for the full model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_sdp._compat import BatchNorm, Metric, metric_counters
+
+LocalStatistics = dict[str, tuple[Tensor, Tensor, float]]
+
+
+class BatchNormRecalibration(Callback):
+    """Remembers the latest training batches, and runs them through the full model to re-estimate its statistics.
+
+    Under forward masking each worker's running statistics describe its own subnetwork, not the full model. Before the full
+    model is evaluated or saved, and if a training step was made since the last time, each rank runs its latest batches
+    through ``training_step`` of the full model in train mode without gradients; the statistics are averaged over these
+    batches, as `torch.optim.swa_utils.update_bn` does, and combined over the ranks. Nothing else changes: logging,
+    optimizers, metrics, other buffers and the random state are protected.
+
+    `SDPStrategy` adds it where the model has BatchNorm; add it yourself to choose the number of batches.
+
+    Args:
+        num_batches: Batches per rank.
+
+    Raises:
+        ValueError: ``num_batches`` is not positive.
+    """
+
+    def __init__(self, num_batches: int = 16) -> None:
+        if num_batches < 1:
+            raise ValueError(f"num_batches={num_batches} must be at least 1.")
+        self.num_batches = num_batches
+        self._latest: deque[tuple[Any, int]] = deque(maxlen=num_batches)
+        self._arrived: Any = None
+        self._modes: dict[nn.Module, bool] = {}
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether any training batch is remembered."""
+        return bool(self._latest)
+
+    def reset(self) -> None:
+        """Forgets what belongs to one run."""
+        self._latest.clear()
+        self._arrived = None
+        self._modes = {}
+
+    def record(self, batch: Any) -> None:
+        """Remembers a training batch as the dataloader gave it, before its transfer to the device."""
+        self._arrived = batch
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._arrived is not None:
+            self._latest.append((self._arrived, batch_idx))
+        self._arrived = None
+        self._modes = {module: module.training for module in pl_module.modules()}
+
+    def estimate(self, trainer: Trainer, module: LightningModule, names: list[str]) -> LocalStatistics:
+        """Statistics of the open full model on this rank's latest batches; local.
+
+        Args:
+            trainer: The trainer.
+            module: The full model.
+            names: The BatchNorm modules to estimate. Those that the user holds in eval mode are left out.
+
+        Returns:
+            By name: mean, variance and the number of batches that the module saw.
+
+        Raises:
+            RuntimeError: ``training_step`` failed.
+        """
+        norms = {name: module.get_submodule(name) for name in names}
+        norms = {name: norm for name, norm in norms.items() if self._modes.get(norm, False)}
+        if not self._latest or not norms:
+            return {}
+        with _protected(trainer, module), _collecting(norms):
+            for submodule, training in self._modes.items():
+                submodule.training = training
+            for batch, batch_idx in self._latest:
+                self._run(trainer, module, batch, batch_idx)
+            return {name: _statistics(norm) for name, norm in norms.items()}
+
+    def _run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        args = (batch, batch_idx)
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        try:
+            with trainer.precision_plugin.train_step_context():
+                module.training_step(*args if takes_index else args[:1])
+        except Exception as error:
+            raise RuntimeError(
+                "training_step failed while BatchNorm's statistics were re-estimated for the full model (it runs there "
+                "without gradients, logging and optimizers). Pass recalibrate_batchnorm=0 to leave that out."
+            ) from error
+
+
+def _statistics(norm: nn.Module) -> tuple[Tensor, Tensor, float]:
+    assert isinstance(norm, BatchNorm)
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    return norm.running_mean.clone(), norm.running_var.clone(), float(norm.num_batches_tracked)
+
+
+@contextmanager
+def _collecting(norms: dict[str, nn.Module]) -> Iterator[None]:
+    """BatchNorm modules start anew and average over what they see; their momentum and counters come back."""
+    saved = {norm: (norm.momentum, norm.num_batches_tracked.clone()) for norm in norms.values()}  # type: ignore[operator]
+    for norm in norms.values():
+        norm.reset_running_stats()  # type: ignore[operator]
+        norm.momentum = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for norm, (momentum, counter) in saved.items():
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(counter)  # type: ignore[operator,union-attr]
+
+
+@contextmanager
+def _protected(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Runs ``training_step`` without a trace: no gradients, and everything that it may change comes back."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(isolate_rng())
+        stack.enter_context(_state_restored(module))
+        stack.enter_context(_silenced(trainer, module))
+        yield
+
+
+@contextmanager
+def _state_restored(module: LightningModule) -> Iterator[None]:
+    modes = {submodule: submodule.training for submodule in module.modules()}
+    buffers = {b: b.clone() for m in module.modules() if not isinstance(m, BatchNorm) for b in m.buffers(recurse=False)}
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    states = [({k: _copied(v) for k, v in m.metric_state.items()}, metric_counters(m)) for m in metrics]
+    try:
+        yield
+    finally:
+        for submodule, training in modes.items():
+            submodule.training = training
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
+        for metric, (state, counters) in zip(metrics, states, strict=True):
+            for key, value in state.items():
+                setattr(metric, key, value)
+            metric.__dict__.update(counters)
+
+
+def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    return state.clone() if isinstance(state, Tensor) else list(state)
+
+
+class _Inert:
+    """Stands for an optimizer or scheduler: every method does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _nothing
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> _Inert:
+    return _Inert()
+
+
+@contextmanager
+def _silenced(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """``training_step`` neither logs nor optimizes, and believes that it trains."""
+    patches: dict[str, Any] = {"log": _nothing, "log_dict": _nothing}
+    if not module.automatic_optimization:
+        for name in ("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+            patches[name] = _nothing
+        optimizers, schedulers = module.optimizers(), module.lr_schedulers()
+        patches["optimizers"] = lambda *_, **__: [_Inert() for _ in optimizers] if _many(optimizers) else _Inert()
+        patches["lr_schedulers"] = lambda *_, **__: [_Inert() for _ in schedulers] if _many(schedulers) else _Inert()
+    loggers, stage = trainer.loggers, trainer.state.stage
+    module.__dict__.update(patches)
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.training = True
+    try:
+        yield
+    finally:
+        for name in patches:
+            module.__dict__.pop(name)
+        trainer.loggers = loggers
+        trainer.state.stage = stage
+
+
+def _many(value: Any) -> bool:
+    return isinstance(value, (list, tuple))

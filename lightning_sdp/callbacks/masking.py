@@ -1,0 +1,47 @@
+"""Masking regimes: when the full model is open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+if TYPE_CHECKING:
+    from lightning_sdp.strategy import SDPStrategy
+
+CHECKPOINT_KEY = "lightning_sdp"
+
+
+class ForwardMasking(Callback):
+    """Each worker runs only what it holds, except while the model is evaluated or handed to the user.
+
+    `SDPStrategy` puts it first among the callbacks, so that the full model is open before any other callback of a stage
+    sees it; the strategy's own ``on_*_end``, which Lightning calls last, closes it. After the sanity check it is closed
+    where training starts, and at the end of training it stays open.
+    """
+
+    def _open(self, trainer: Trainer) -> None:
+        strategy: SDPStrategy = trainer.strategy  # type: ignore[assignment]
+        strategy.open_for_evaluation()
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.close_full_model()  # type: ignore[attr-defined]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.open_full_model()  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = trainer.strategy.plan_record()  # type: ignore[attr-defined]

@@ -1,0 +1,270 @@
+"""Residual blocks: found by reading the forward of each module, with its children as black boxes.
+
+[Note: What a skip path is]
+The forward of one module is traced symbolically (torch.fx) with every child as a leaf, so that a few nodes remain.
+Seen backwards from the output, the skip path runs over additions and parameter-free functions of one input to an
+argument of the forward: ``x + f(x)``, ``relu(x + f(x))``, ``x + f(x) + g(x)``. Where an addition has no such operand, one
+of its operands may be a projection: modules in a row, applied to the argument, and fewer of them than in the other
+operand (a ResNet's ``downsample``). A module with parameters *after* the addition (a post-norm) or any other function
+ends the search: such a module stays whole. Innermost modules win, so that a whole network that adds its input to its
+output does not count as one block.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from lightning_sdp.components.base import Component, ParamSlice
+from lightning_sdp.components.registry import Skip, first_argument, registered_skip
+
+_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_UNARY = {"relu", "relu_", "gelu", "silu", "leaky_relu", "tanh", "sigmoid", "hardtanh", "hardswish", "elu", "relu6"}
+_UNARY |= {"dropout", "contiguous", "clone", "to", "float", "type_as", "mish", "softplus"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A residual block of a module.
+
+    Attributes:
+        name: Its name in the module.
+        module: The block itself.
+        skip: What remains of it where it is missing.
+    """
+
+    name: str
+    module: nn.Module
+    skip: Skip
+
+
+class _LeafTracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _SkipPath:
+    """Runs the nodes of a traced skip path: an argument of the forward through parameter-free functions and modules."""
+
+    signature: inspect.Signature
+    argument: str
+    nodes: tuple[fx.Node, ...]
+    extra_outputs: tuple[str | None, ...] | None  # further elements of a returned tuple: arguments passed on, or None
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        value = bound.arguments[self.argument]
+        for node in self.nodes:
+            if node.op == "call_module":
+                value = block.get_submodule(str(node.target))(value)
+            elif node.op == "call_method":
+                value = getattr(value, str(node.target))(*node.args[1:], **node.kwargs)
+            else:
+                value = node.target(value, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        if self.extra_outputs is None:
+            return value
+        return (value, *(name and bound.arguments[name] for name in self.extra_outputs))
+
+
+def _input_nodes(node: fx.Node) -> list[fx.Node]:
+    return list(node.all_input_nodes)
+
+
+def _is_addition(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and node.target in _ADDITIONS and len(_input_nodes(node)) == 2
+
+
+def _is_single_input(node: fx.Node) -> bool:
+    return len(_input_nodes(node)) == 1 and len(node.args) > 0 and node.args[0] is _input_nodes(node)[0]
+
+
+def _is_parameter_free(block: nn.Module, node: fx.Node) -> bool:
+    """Whether a node is a function of one tensor without parameters."""
+    if not _is_single_input(node):
+        return False
+    if node.op == "call_module":
+        child = block.get_submodule(str(node.target))
+        return next(child.parameters(), None) is None and next(child.buffers(), None) is None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _UNARY
+
+
+def _identity_path(block: nn.Module, node: fx.Node) -> list[fx.Node] | None:
+    if node.op == "placeholder":
+        return [node]
+    if _is_addition(node):
+        paths = (_identity_path(block, operand) for operand in _input_nodes(node))
+        return next((path for path in paths if path is not None), None)
+    if _is_parameter_free(block, node):
+        path = _identity_path(block, _input_nodes(node)[0])
+        return None if path is None else [*path, node]
+    return None
+
+
+def _projection_path(block: nn.Module, node: fx.Node) -> list[fx.Node] | None:
+    if node.op == "placeholder":
+        return [node]
+    if (node.op == "call_module" and _is_single_input(node)) or _is_parameter_free(block, node):
+        path = _projection_path(block, _input_nodes(node)[0])
+        return None if path is None else [*path, node]
+    return None
+
+
+def _count_modules(node: fx.Node) -> int:
+    seen: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in seen:
+            seen[current] = None
+            stack.extend(_input_nodes(current))
+    return sum(n.op == "call_module" for n in seen)
+
+
+def _find_path(block: nn.Module, output: fx.Node) -> list[fx.Node] | None:
+    """Nodes of the skip path from an argument to the output, without the additions; see the note above."""
+    tail: list[fx.Node] = []
+    node = output
+    while not _is_addition(node):
+        if not _is_parameter_free(block, node):
+            return None
+        tail.insert(0, node)
+        node = _input_nodes(node)[0]
+    path = _identity_path(block, node)
+    if path is None:
+        for operand, other in (_input_nodes(node), _input_nodes(node)[::-1]):
+            candidate = _projection_path(block, operand)
+            if candidate is not None and _count_modules(operand) < _count_modules(other):
+                path = candidate
+                break
+    return None if path is None else path + tail
+
+
+def trace_skip(block: nn.Module) -> Skip | str:
+    """Finds the skip path of a residual block by tracing its forward.
+
+    Optional arguments of the forward are traced at their defaults. A block that returns a tuple has its skip path in
+    the first element; where it is missing, the others are ``None`` unless they are arguments passed through.
+
+    Args:
+        block: The module; parameters may be on the meta device.
+
+    Returns:
+        The skip, or the reason why the module is not understood as a residual block.
+    """
+    signature = inspect.signature(block.forward)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty and p.kind in kinds}
+    try:
+        with torch.random.fork_rng(devices=[]):  # a forward may draw; the global stream belongs to the user
+            torch.manual_seed(0)
+            graph = _LeafTracer().trace(block, concrete_args=defaults)
+    except Exception as error:  # user code under a tracer raises anything
+        return f"its forward cannot be traced ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    output: Any = next(node for node in graph.nodes if node.op == "output").args[0]
+    extra: tuple[str | None, ...] | None = None
+    if isinstance(output, (tuple, list)) and output:
+        extra = tuple(o.name if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:])
+        output = output[0]
+    path = _find_path(block, output) if isinstance(output, fx.Node) else None
+    if path is None:
+        return "no path of additions leads from an input to its output"
+    argument = str(path[0].target).lstrip("*")
+    nodes = tuple(path[1:])
+    children = dict.fromkeys(str(n.target).split(".")[0] for n in nodes if n.op == "call_module")
+    return Skip(_SkipPath(signature, argument, nodes, extra), tuple(children))
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    known = type(module).__module__
+    return (
+        not known.startswith(("torch.nn.", "torchmetrics."))
+        and not isinstance(module, torch.jit.ScriptModule)
+        and next(module.parameters(), None) is not None
+    )
+
+
+def find_blocks(module: nn.Module) -> tuple[list[Block], dict[str, str]]:
+    """Finds the residual blocks of a module, in registration order.
+
+    Args:
+        module: The full model; parameters may be on the meta device.
+
+    Returns:
+        The blocks, and for modules that might have been one the reason why they are not.
+    """
+    reasons: dict[str, str] = {}
+    seen: dict[int, None] = {}
+
+    def visit(name: str, current: nn.Module) -> list[Block]:
+        if id(current) in seen:
+            return []
+        seen[id(current)] = None
+        known, skip = registered_skip(current)
+        if known:
+            if skip is None:
+                reasons[name] = "it is a post-norm layer: it normalizes the residual stream itself"
+            return [Block(name, current, skip)] if skip is not None and name else []
+        found = [
+            block
+            for child_name, child in current.named_children()
+            for block in visit(f"{name}.{child_name}" if name else child_name, child)
+        ]
+        if found or not name or not _is_candidate(current):
+            return found
+        traced = trace_skip(current)
+        if isinstance(traced, Skip):
+            return [Block(name, current, traced)]
+        if next(current.children(), None) is not None:
+            reasons[name] = traced
+        return []
+
+    return visit("", module), reasons
+
+
+def named_block(name: str, module: nn.Module) -> Block:
+    """A module that the user names as a block: its registered or traced skip path, else its first argument."""
+    _, skip = registered_skip(module)
+    traced = trace_skip(module) if skip is None else skip
+    return Block(name, module, traced if isinstance(traced, Skip) else Skip(first_argument))
+
+
+def block_component(model: nn.Module, block: Block) -> Component:
+    """The component of a block: the tensors that belong to it alone.
+
+    A tensor that is also registered outside the block (tied weights), or that the skip path needs, is not part of
+    it: every worker holds it.
+
+    Args:
+        model: The full model.
+        block: One of its blocks.
+
+    Returns:
+        The component, named after the block, with whole parameters and buffers in registration order.
+    """
+    inside = block.name + "."
+    kept = tuple(f"{inside}{child}." for child in block.skip.path)
+    slices = []
+    for names in aliases(model):
+        if all(name.startswith(inside) and not name.startswith(kept) for name in names):
+            slices.append(ParamSlice(names[0]))
+    return Component(block.name, "block", tuple(slices))
+
+
+def aliases(model: nn.Module) -> Iterator[list[str]]:
+    """Yields, for each parameter and then each buffer of a model, all names it is registered under."""
+    named: tuple[Callable[..., Iterator[tuple[str, torch.Tensor]]], ...] = (model.named_parameters, model.named_buffers)
+    for iterate in named:
+        names: dict[int, list[str]] = {}
+        for name, tensor in iterate(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+        yield from names.values()

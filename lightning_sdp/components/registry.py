@@ -1,0 +1,100 @@
+"""Rules for known classes of blocks; users add theirs with `register_block`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+
+SkipFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What a residual block does without its branch.
+
+    Attributes:
+        function: Called as ``function(block, *args, **kwargs)`` with the arguments of the block's forward; returns
+            what the block returns when its branch adds nothing.
+        path: Names of the block's children that the skip path itself needs, e.g. ``("downsample",)``. Every worker
+            keeps them.
+    """
+
+    function: SkipFn
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Rule:
+    skip: Skip
+    applies: Callable[[nn.Module], bool]
+
+
+_RULES: dict[str, _Rule] = {}
+
+
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def register_block(
+    cls: type[nn.Module] | str, *, path: tuple[str, ...] = (), applies: Callable[[nn.Module], bool] | None = None
+) -> Callable[[SkipFn], SkipFn]:
+    """Declares a class of modules to be residual blocks, and what remains of one where it is missing.
+
+    Example::
+
+        @register_block(MyBlock, path=("shortcut",))
+        def skip(block, x, mask=None):
+            return block.shortcut(x)
+
+    Args:
+        cls: The class of the blocks, or its qualified name (``"package.module.Class"``), so that its package need not
+            be imported. Subclasses are covered.
+        path: Names of children that ``skip`` uses; they stay with every worker.
+        applies: Decides for one module whether it is such a block; ``None``: always.
+
+    Returns:
+        A decorator for the function ``skip(block, *args, **kwargs)``, which returns what the block's forward
+        returns, in the same structure, when its branch adds nothing.
+    """
+
+    def decorate(function: SkipFn) -> SkipFn:
+        name = cls if isinstance(cls, str) else _qualified_name(cls)
+        _RULES[name] = _Rule(Skip(function, tuple(path)), applies or (lambda _: True))
+        return function
+
+    return decorate
+
+
+def registered_skip(module: nn.Module) -> tuple[bool, Skip | None]:
+    """Looks up the rule for a module.
+
+    Returns:
+        Whether a rule knows the module's class, and its skip; the skip is ``None`` where the rule says that this module
+        is not a residual block (e.g. a post-norm layer).
+    """
+    for cls in type(module).__mro__:
+        rule = _RULES.get(_qualified_name(cls))
+        if rule is not None:
+            return True, rule.skip if rule.applies(module) else None
+    return False, None
+
+
+def first_argument(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The first argument of a block's forward, however it was passed: the skip of an identity block."""
+    if args:
+        return args[0]
+    name = next(iter(inspect.signature(block.forward).parameters))
+    return kwargs[name] if name in kwargs else next(iter(kwargs.values()))
+
+
+# A pre-norm layer is an identity plus two branches; a post-norm one normalizes the residual stream itself, so that
+# nothing can be taken out of it. Their forwards choose between code paths at run time and cannot be traced.
+for _name in ("TransformerEncoderLayer", "TransformerDecoderLayer"):
+    register_block(f"torch.nn.modules.transformer.{_name}", applies=lambda layer: bool(layer.norm_first))(
+        first_argument
+    )

@@ -1,0 +1,192 @@
+"""SDPReference: the method in one process, elementwise and slow. The oracle that the fast path is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdp._compat import BatchNorm
+from lightning_sdp.components import Skip, named_block
+from lightning_sdp.plan import MaskPlan
+
+
+class SDPReference:
+    """Trains a full model as SDP on several processes would, by the definition of the method.
+
+    For each rank in turn, the blocks that its worker lacks are skipped, and loss and gradients are computed on that
+    rank's data. The gradient of every element is the sum over the ranks that hold it, divided by their number; a parameter
+    that none of its holders used has no gradient. One optimizer on the full model takes the step. Nothing of the fast
+    path is used: no carving, no buckets, no processes.
+
+    Args:
+        module: The full model; it is trained in place.
+        plan: Who holds what.
+        optimizer: An optimizer on the module's parameters.
+        loss: ``loss(module, batch)`` returns a scalar; default: ``module.training_step(batch, 0)``.
+        ranks_per_worker: Processes per worker.
+        accumulate_grad_batches: Micro-batches per step; each loss is divided by it, as Lightning does.
+        gradient_clip_val: Clips the averaged gradient, as ``Trainer(gradient_clip_val=…)``.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        scheduler: Stepped after every step.
+
+    Attributes:
+        module: The full model. Between steps its buffers are those of the last rank; see `install_buffers`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: MaskPlan,
+        optimizer: Optimizer,
+        *,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        ranks_per_worker: int = 1,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        scheduler: Any = None,
+    ) -> None:
+        self.module, self.plan, self.optimizer, self.scheduler = module, plan, optimizer, scheduler
+        self.world_size = plan.num_subnetworks * ranks_per_worker
+        self._ranks_per_worker = ranks_per_worker
+        self._loss = loss or (lambda model, batch: model.training_step(batch, 0))
+        self._accumulate = accumulate_grad_batches
+        self._clip_val, self._clip_algorithm = gradient_clip_val, gradient_clip_algorithm
+        self._skips: dict[str, Skip] = {
+            c.name: named_block(c.name, module.get_submodule(c.name)).skip for c in plan.components
+        }
+        self._masks = {
+            name: [plan.element_mask(name, self._worker(r), p.shape) for r in range(self.world_size)]
+            for name, p in [*module.named_parameters(), *module.named_buffers()]
+        }
+        self._norms = {n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None}
+        self._buffers = [{n: b.clone() for n, b in module.named_buffers()} for _ in range(self.world_size)]
+
+    def _worker(self, rank: int) -> int:
+        return rank // self._ranks_per_worker
+
+    def _everywhere(self) -> bool:
+        return all(bool(mask.all()) for masks in self._masks.values() for mask in masks)
+
+    def _is_local(self, buffer: str) -> bool:
+        return not self._everywhere() and buffer.rpartition(".")[0] in self._norms
+
+    def _holders(self, name: str) -> list[int]:
+        return [rank for rank, mask in enumerate(self._masks[name]) if bool(mask.all())]
+
+    @contextmanager
+    def subnetwork(self, rank: int) -> Iterator[nn.Module]:
+        """The module as a rank runs it: what its worker lacks is skipped, and buffers are that rank's."""
+        missing = [self.module.get_submodule(c.name) for c in self.plan.missing_on(self._worker(rank))]
+        skips = [self._skips[c.name] for c in self.plan.missing_on(self._worker(rank))]
+        own = [block.__dict__.pop("forward", None) for block in missing]
+        for block, skip in zip(missing, skips, strict=True):
+            block.forward = partial(skip.function, block)  # type: ignore[method-assign]
+        self._load_buffers(self._buffers[rank])
+        try:
+            yield self.module
+        finally:
+            for block, forward in zip(missing, own, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward  # type: ignore[method-assign]
+            self._buffers[rank] = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def _load_buffers(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(values[name])
+
+    def _share_buffers(self) -> None:
+        """Gives buffers that holders share the value of the lowest of them."""
+        for name in self._buffers[0]:
+            holders = self._holders(name)
+            for rank in holders[1:]:
+                if not self._is_local(name):
+                    self._buffers[rank][name] = self._buffers[holders[0]][name].clone()
+
+    def step(self, batches: Sequence[Sequence[Any]]) -> list[float]:
+        """One optimizer step.
+
+        Args:
+            batches: For each rank its micro-batches.
+
+        Returns:
+            The ranks' losses, summed over micro-batches.
+        """
+        if len(batches) != self.world_size:
+            raise ValueError(f"batches has {len(batches)} entries for {self.world_size} ranks.")
+        grads: list[dict[str, Tensor]] = [{} for _ in batches]
+        losses = [0.0] * len(batches)
+        for i in range(len(batches[0])):
+            if i == len(batches[0]) - 1:
+                self._share_buffers()
+            for rank, own in enumerate(batches):
+                self.module.zero_grad(set_to_none=True)
+                with self.subnetwork(rank) as module:
+                    loss = self._loss(module, own[i]) / self._accumulate
+                    loss.backward()  # type: ignore[no-untyped-call]
+                losses[rank] += float(loss.detach())
+                for name, p in self.module.named_parameters():
+                    if p.grad is not None:
+                        grads[rank][name] = grads[rank][name] + p.grad if name in grads[rank] else p.grad.clone()
+        for name, p in self.module.named_parameters():
+            p.grad = self._average(name, [g.get(name) for g in grads])
+        if self._clip_val is not None:
+            clip = torch.nn.utils.clip_grad_norm_ if self._clip_algorithm == "norm" else torch.nn.utils.clip_grad_value_
+            clip(self.module.parameters(), self._clip_val)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return losses
+
+    def _average(self, name: str, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Per element: the sum over its holders divided by their number; ``None`` if no holder used the parameter."""
+        masks = self._masks[name]
+        used = [g * m for g, m in zip(grads, masks, strict=True) if g is not None and bool(m.any())]
+        if not used:
+            return None
+        holders = torch.stack([m.to(used[0].dtype) for m in masks]).sum(0)
+        return torch.stack(used).sum(0) / holders
+
+    def install_buffers(self, batches: Sequence[Sequence[Any]] | None = None) -> None:
+        """Gives the module the full model's buffers, as SDP evaluates and saves it.
+
+        Buffers come from the lowest holder. BatchNorm's statistics, unless every rank holds everything, are those of
+        the given batches under the full model: averaged over each rank's batches, and combined over ranks by the law
+        of total variance. A BatchNorm in eval mode is left alone.
+
+        Args:
+            batches: For each rank the batches to re-estimate with; ``None`` leaves the statistics of rank 0.
+        """
+        self._share_buffers()
+        full = {name: self._buffers[self._holders(name)[0]][name].clone() for name in self._buffers[0]}
+        norms = {n: m for n, m in self._norms.items() if m.training}
+        if batches is not None and not self._everywhere():
+            momenta = {name: norm.momentum for name, norm in norms.items()}
+            samples: dict[str, list[tuple[Tensor, Tensor, int]]] = {name: [] for name in norms}
+            for own in batches:
+                for norm in norms.values():
+                    norm.reset_running_stats()
+                    norm.momentum = None
+                with torch.no_grad():
+                    for batch in own:
+                        self._loss(self.module, batch)
+                for name, norm in norms.items():
+                    mean, var = norm.running_mean, norm.running_var
+                    assert mean is not None and var is not None
+                    samples[name].append((mean.clone(), var.clone(), len(own)))
+            for name, norm in norms.items():
+                norm.momentum = momenta[name]
+                weight = sum(n for *_, n in samples[name])
+                mean = torch.stack([m * n for m, _, n in samples[name]]).sum(0) / weight
+                var = torch.stack([(v + (m - mean) ** 2) * n for m, v, n in samples[name]]).sum(0) / weight
+                full[f"{name}.running_mean"], full[f"{name}.running_var"] = mean, var
+        self._load_buffers(full)

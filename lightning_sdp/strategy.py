@@ -1,0 +1,537 @@
+"""SDPStrategy: Lightning's hooks, each a few lines that delegate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_sdp._compat import optimizer_to_device, optimizers_to_device
+from lightning_sdp.assemble import FullModel, OptimizerLayout, share_initial_state
+from lightning_sdp.callbacks import BatchNormRecalibration, ForwardMasking
+from lightning_sdp.callbacks.masking import CHECKPOINT_KEY
+from lightning_sdp.components.discovery import GRANULARITIES
+from lightning_sdp.plan import BALANCES, MaskPlan, check_shares
+from lightning_sdp.precision import clip_grad_norm_
+from lightning_sdp.subnetwork import Subnetwork
+from lightning_sdp.sync.agreement import agree
+from lightning_sdp.sync.buffers import BufferSync, combine_over_ranks
+from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.reducer import GradientReducer
+
+_SETTINGS = ("granularity", "coverage", "components", "keep", "keep_ends", "seed")
+
+
+class SDPStrategy(DDPStrategy):
+    """Subnetwork Data Parallelism: every worker trains a structurally complete part of the model on its own data.
+
+    Residual blocks that a worker does not hold are absent from its memory; their skip path remains. Gradients are averaged
+    over exactly the ranks that hold a parameter. Evaluation and checkpoints see the full model. (Method: arXiv 2507.09029.)
+
+    Args:
+        granularity: What a worker may lack: ``"block"``, whole residual blocks.
+        masking: ``"forward"``: what a worker lacks does not exist there.
+        coverage: Share C of the maskable parameters that each worker holds, in (0, 1]; a list gives each worker its own.
+        num_subnetworks: Number N of workers; it has to divide the number of processes, and neighboring processes form one
+            worker. ``"auto"`` is the largest divisor up to 8.
+        components: Glob or globs over module names to treat as blocks (``*`` within a segment of a name, ``**`` across
+            segments); ``None`` finds residual blocks.
+        keep: Glob or globs over module names that every worker holds.
+        keep_ends: Blocks at the ends of the stack that every worker holds: ``[first, last]`` or one number for both.
+            ``"auto"`` keeps the first and last of six or more blocks alike, the first of six or more different ones, none
+            of fewer.
+        balance: What the assignment evens out between workers: ``"params"`` or ``"count"``.
+        plan: A `MaskPlan` or the path of its JSON; takes the place of all arguments above but ``masking``.
+        seed: Varies the assignment. The global random state is neither read nor changed.
+        bucket_cap_mb: Gradients are averaged in buckets of about this size, in MiB.
+        find_unused_parameters: Accepted so that a DDP configuration carries over. Unused parameters are always handled.
+        eval_model: What validation, test and prediction run: the ``"full"`` model, or each worker's ``"subnetwork"``.
+        recalibrate_batchnorm: Training batches per rank that re-estimate BatchNorm's statistics for the full model; 0
+            uses the mean over holders instead, which rarely fits the full model.
+        accelerator: As for `DDPStrategy`.
+        parallel_devices: As for `DDPStrategy`.
+        cluster_environment: As for `DDPStrategy`.
+        checkpoint_io: As for `DDPStrategy`.
+        precision_plugin: As for `DDPStrategy`.
+        process_group_backend: As for `DDPStrategy`.
+        timeout: As for `DDPStrategy`.
+        start_method: As for `DDPStrategy`.
+
+    Attributes:
+        plan: Who holds what; a `MaskPlan` from setup on.
+
+    Raises:
+        ValueError: An argument is not understood.
+    """
+
+    plan: MaskPlan | None
+
+    def __init__(
+        self,
+        granularity: str = "block",
+        masking: str = "forward",
+        coverage: float | list[float] = 0.5,
+        num_subnetworks: int | Literal["auto"] = "auto",
+        components: str | list[str] | None = None,
+        keep: str | Sequence[str] = (),
+        keep_ends: Literal["auto"] | int | list[int] = "auto",
+        balance: str = "params",
+        plan: str | MaskPlan | None = None,
+        seed: int = 0,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool | None = None,
+        eval_model: str = "full",
+        recalibrate_batchnorm: int = 16,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        _one_of("granularity", granularity, GRANULARITIES)
+        _one_of("masking", masking, ("forward",))
+        _one_of("balance", balance, BALANCES)
+        _one_of("eval_model", eval_model, ("full", "subnetwork"))
+        check_shares(coverage)
+        if num_subnetworks != "auto" and (not isinstance(num_subnetworks, int) or num_subnetworks < 1):
+            raise ValueError(f"num_subnetworks={num_subnetworks!r} must be a positive number of workers or 'auto'.")
+        if bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
+        if recalibrate_batchnorm < 0:
+            raise ValueError(f"recalibrate_batchnorm={recalibrate_batchnorm} must be a number of batches, or 0 for off.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.granularity = granularity
+        self.masking = masking
+        self.coverage = coverage
+        self.num_subnetworks = num_subnetworks
+        self.components = components
+        self.keep = keep
+        self.keep_ends = keep_ends
+        self.balance = balance
+        self.seed = seed
+        self.bucket_cap_mb = bucket_cap_mb
+        self.eval_model = eval_model
+        self.recalibrate_batchnorm = recalibrate_batchnorm
+        self._given_plan = plan
+        self._checkpoint_record: Mapping[str, Any] | None = None
+        self._lost: tuple[str, ...] = ()
+        self._incomplete = False
+        self.plan = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forgets everything that belongs to one run."""
+        self._groups: HolderGroups | None = None
+        self._subnetwork: Subnetwork | None = None
+        self._buffers: BufferSync | None = None
+        self._full: FullModel | None = None
+        self._reducer: GradientReducer | None = None
+        self._layout: OptimizerLayout | None = None
+        self._recalibration: BatchNormRecalibration | None = None
+        self._stale_statistics = False
+
+    # setup
+
+    def connect(self, model: LightningModule) -> None:
+        """Puts the masking regime first among the trainer's callbacks."""
+        super().connect(model)
+        callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, ForwardMasking) for callback in callbacks):
+            callbacks.insert(0, ForwardMasking())
+
+    def setup(self, trainer: Trainer) -> None:
+        """Carves the model down to this worker's subnetwork before it moves to the device; collective.
+
+        Raises:
+            ValueError: On every rank: the arguments do not fit the model or the world.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not fitting and self.eval_model == "full":
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None and self.lightning_module is not None
+        module = self.lightning_module
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(module)
+        self.plan = agree(lambda: self._make_plan(module), lambda plan: _fingerprint(plan, module))
+        groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
+        everywhere = all(ranks == groups.world for ranks in groups.component_holders.values())
+        self._refuse_what_needs_everything(everywhere)
+        if fitting and self._layer_sync:
+            self._layer_sync.apply(module)
+        share_initial_state(module, groups)
+
+        self._groups = groups
+        self._buffers = BufferSync(module, groups, everywhere)
+        self._subnetwork = Subnetwork(module, self.plan, self.global_rank // groups.ranks_per_worker)
+        self._full = FullModel(self._subnetwork, self.plan, groups, self._buffers)
+        parameters = dict(module.named_parameters())
+        missing = self._subnetwork.missing
+        self._subnetwork.carve(self.root_device)
+        self.model_to_device()
+        if fitting:
+            held = {name: p for name, p in parameters.items() if name not in missing}
+            self._reducer = GradientReducer(held, list(parameters), groups, self.bucket_cap_mb)
+            with self._subnetwork.whole_structure():
+                self.setup_optimizers(trainer)
+                self._layout = OptimizerLayout(module, self.optimizers, missing, self.plan, groups)
+            self._clip_over_the_world(held, everywhere)
+            self._add_recalibration(trainer, module)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+        self._announce()
+
+    def _make_plan(self, module: LightningModule) -> MaskPlan:
+        workers = self._number_of_workers()
+        _require_real_parameters(module)
+        if self._given_plan is not None:
+            plan = MaskPlan.load(self._given_plan) if isinstance(self._given_plan, str) else self._given_plan
+            if self.world_size % plan.num_subnetworks:
+                raise ValueError(
+                    f"plan is for {plan.num_subnetworks} workers, which does not divide the {self.world_size} processes."
+                )
+            return plan.fit(module)
+        record = self._checkpoint_record or {}
+        if record.get("settings") == self._settings(workers):
+            return MaskPlan.from_json(record["plan"]).fit(module)
+        return MaskPlan.build(
+            module,
+            num_subnetworks=workers,
+            granularity=self.granularity,
+            coverage=self.coverage,
+            components=self.components,
+            keep=self.keep,
+            keep_ends=self.keep_ends,
+            balance=self.balance,
+            seed=self.seed,
+        )
+
+    def _number_of_workers(self) -> int:
+        world = self.world_size
+        if self.num_subnetworks == "auto":
+            workers = max(n for n in range(1, 9) if world % n == 0)
+            if workers == 1 and world > 1:
+                rank_zero_warn(
+                    f"num_subnetworks='auto' found no divisor of {world} processes between 2 and 8: every process trains "
+                    "the whole model. Use another number of processes, or set num_subnetworks."
+                )
+            return workers
+        if world % self.num_subnetworks:
+            raise ValueError(
+                f"num_subnetworks={self.num_subnetworks} does not divide the {world} processes: each worker needs the "
+                "same number of them."
+            )
+        return self.num_subnetworks
+
+    def _settings(self, workers: int) -> dict[str, Any]:
+        settings = {name: getattr(self, name) for name in _SETTINGS} | {"num_subnetworks": workers}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+    def _refuse_what_needs_everything(self, everywhere: bool) -> None:
+        if everywhere:
+            return
+        if self._layer_sync:
+            raise ValueError(
+                "sync_batchnorm=True synchronizes over all processes, but a missing block is run by some of them only. "
+                "Use sync_batchnorm=False, or coverage=1."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales the loss, and ranks that hold different blocks would skip different steps. "
+                "Use precision='bf16-mixed', or coverage=1."
+            )
+
+    def _clip_over_the_world(self, held: Mapping[str, Tensor], everywhere: bool) -> None:
+        """Lets the precision plugin clip by the norm over the full model, whatever plugin the user chose."""
+        groups = self._groups
+        if everywhere or groups is None or groups.world_group is None:
+            return
+        owned = {id(p) for name, p in held.items() if groups.holders(name)[0] == groups.rank}
+        clip = partial(clip_grad_norm_, owned=owned, group=groups.world_group, device=groups.device)
+        plugin = self.precision_plugin
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            clip(plugin.main_params(optimizer), clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _add_recalibration(self, trainer: Trainer, module: LightningModule) -> None:
+        assert self._buffers is not None
+        if not self._buffers.widths:
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        own = next((c for c in callbacks if isinstance(c, BatchNormRecalibration)), None)
+        if own is None and self.recalibrate_batchnorm:
+            own = BatchNormRecalibration(self.recalibrate_batchnorm)
+            callbacks.insert(1, own)
+        if own is not None:
+            own.reset()
+        self._recalibration = own
+
+    def _announce(self) -> None:
+        plan = self.plan
+        assert plan is not None and self._groups is not None
+        if plan.num_subnetworks == 1:
+            rank_zero_info("SDP with one worker: it trains the whole model.")
+            return
+        names = ", ".join(f"{share:.0%}" for share in plan.coverage[:8])
+        rank_zero_info(
+            f"SDP: {plan.num_subnetworks} workers hold {names} of {len(plan.components)} maskable {plan.granularity}s "
+            f"({len(plan.kept)} more are kept by all), in {len(self._groups)} process groups."
+        )
+
+    # training
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch to the device; training batches are remembered for BatchNorm."""
+        if self._recalibration is not None and not self._is_open and self.lightning_module.trainer.training:  # type: ignore[union-attr]
+            self._recalibration.record(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's training step on this worker's subnetwork."""
+        if self._buffers is not None and self._reducer is not None and self._reducer.enabled:
+            self._buffers.before_forward()
+        self._stale_statistics = True
+        return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Prepares the averaging of gradients, which runs within the backward pass."""
+        if self._reducer is not None:
+            self._reducer.prepare(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Averages even if this rank's backward pass reached none of its parameters."""
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lets gradients accumulate without averaging."""
+        if self._reducer is None:
+            yield
+            return
+        with self._reducer.paused():
+            yield
+
+    # the full model
+
+    @property
+    def _is_open(self) -> bool:
+        return self._full is not None and self._full.is_open
+
+    @property
+    def _interrupted(self) -> bool:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.interrupted
+
+    @contextmanager
+    def full_model(self) -> Iterator[LightningModule]:
+        """The full model on every rank, for sampling, export or weight averaging; collective, between two steps.
+
+        Yields:
+            The LightningModule, whole, with equal weights and buffers on all ranks.
+        """
+        assert self.lightning_module is not None
+        was_open = self._is_open
+        self.open_full_model()
+        try:
+            yield self.lightning_module
+        finally:
+            if not was_open:
+                self.close_full_model()
+
+    def open_full_model(self) -> None:
+        """Puts the full model in place on every rank; collective, and without effect where it is in place."""
+        if self._full is None or self._full.is_open or self._interrupted:
+            return
+        if self._reducer is not None:
+            self._reducer.enabled = False
+        self._full.open()
+        self._update_statistics()
+
+    def close_full_model(self) -> None:
+        """Goes back to this worker's subnetwork; local, and without effect where the full model is not open."""
+        if self._full is None or not self._full.is_open:
+            return
+        self._full.close()
+        if self._reducer is not None:
+            self._reducer.enabled = True
+
+    def open_for_evaluation(self) -> None:
+        """Opens the full model, unless the subnetworks are to be evaluated."""
+        if self.eval_model == "full":
+            self.open_full_model()
+
+    def on_validation_end(self) -> None:
+        """Closes the full model after every other hook of the stage."""
+        if not self.lightning_module.trainer.sanity_checking:  # type: ignore[union-attr]
+            self.close_full_model()
+
+    def _update_statistics(self) -> None:
+        """Re-estimates BatchNorm's statistics for the open full model if training went on; collective."""
+        buffers, groups, module = self._buffers, self._groups, self.lightning_module
+        assert buffers is not None and groups is not None and module is not None
+        if not self._stale_statistics or not buffers.widths:
+            return
+        local = {}
+        if self._recalibration is not None:
+            local = self._recalibration.estimate(module.trainer, module, list(buffers.widths))
+        with torch.inference_mode(False), torch.no_grad():
+            statistics = combine_over_ranks(local, buffers.widths, groups.world_group, groups.device)
+            if not statistics:
+                if self._recalibration is None or not self._recalibration.has_batches:
+                    rank_zero_warn(
+                        "BatchNorm's statistics for the full model are the mean of its subnetworks' (no training batches "
+                        "to re-estimate them, or recalibrate_batchnorm=0), which rarely fits: expect a worse evaluation."
+                    )
+                statistics = buffers.holders_mean()
+            buffers.set_full(statistics)
+        self._stale_statistics = False
+
+    # checkpoints
+
+    def plan_record(self) -> dict[str, Any]:
+        """What a checkpoint remembers of the plan, so that a resumed run keeps it."""
+        assert self.plan is not None
+        return {"plan": self.plan.to_json(), "settings": self._settings(self.plan.num_subnetworks)}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full model's state dict; collective while training, and complete on rank 0.
+
+        Raises:
+            RuntimeError: Training failed before, and what other ranks held is lost here.
+        """
+        assert self.lightning_module is not None
+        if self._lost:
+            raise RuntimeError(
+                f"The model is incomplete: training was interrupted, and {self._lost[0]!r} and {len(self._lost) - 1} more "
+                "tensors were held by other processes. Load the last checkpoint instead."
+            )
+        if self._full is None:
+            return self.lightning_module.state_dict()
+        if self._interrupted and not self._is_open and self._subnetwork is not None and not self._subnetwork.attached:
+            self._incomplete = True  # other ranks may not be there to answer
+            return self.lightning_module.state_dict()
+        if self._stale_statistics and self._buffers is not None and self._buffers.widths and not self._is_open:
+            with self.full_model():
+                pass
+        return self._full.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state that the optimizer would have in a plain run; collective, and complete on rank 0."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._layout is None or self._interrupted:
+            return super().optimizer_state(optimizer)
+        return self._layout.state_dict(self.optimizers.index(optimizer), optimizer)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint, and remembers its plan."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._checkpoint_record = checkpoint.get(CHECKPOINT_KEY)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads this worker's part of the optimizer states of a plain run."""
+        if self._layout is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for position, (optimizer, state) in enumerate(
+            zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        ):
+            self._layout.load_state_dict(position, optimizer, state)
+            optimizer_to_device(optimizer, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint on rank 0, unless it could not be completed after a failure."""
+        if self._incomplete:
+            self._incomplete = False
+            warnings.warn(
+                f"No checkpoint was written to {filepath}: after an exception the other processes cannot be asked for what "
+                "they hold.",
+                stacklevel=2,
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # failures and the end
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all processes, unless one of them has failed."""
+        if not self._interrupted:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcasts an object, unless a process has failed."""
+        return obj if self._interrupted else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduces a tensor over all processes, unless one of them has failed."""
+        return tensor if self._interrupted else super().reduce(tensor, group, reduce_op)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing to add: messages are clear where they are raised."""
+
+    def teardown(self) -> None:
+        """Leaves the module whole on every rank, or after a failure with its full structure, and frees what was ours."""
+        if self._full is not None and not self._interrupted:
+            self.open_full_model()
+        super().teardown()
+        if self._subnetwork is not None and not self._is_open and self._subnetwork.missing:
+            self._lost = tuple(self._subnetwork.missing)
+            self._subnetwork.abandon()
+        if self._reducer is not None:
+            self._reducer.remove()
+        if self._groups is not None:
+            self._groups.destroy()
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self._checkpoint_record = None
+        self._reset()
+
+
+def _one_of(argument: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r} is unknown: choose {' or '.join(map(repr, choices))}.")
+
+
+def _require_real_parameters(module: LightningModule) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            raise ValueError(f"Parameter {name!r} is not initialized yet: run one batch through the model before training.")
+        if parameter.is_meta:
+            raise ValueError(f"Parameter {name!r} is on the meta device: materialize the model before training.")
+
+
+def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    layout = [f"{name} of shape {tuple(t.shape)} and {t.dtype}" for name, t in tensors]
+    return layout + [f"component {c.name} held by workers {plan.holders(c.name)}" for c in plan.components]

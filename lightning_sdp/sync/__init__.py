@@ -1,0 +1,1 @@
+"""Tensors between holders. Nothing in here knows of Lightning."""

@@ -1,0 +1,198 @@
+"""Buffers: what DDP does at full coverage, and BatchNorm's statistics of the full model below it.
+
+[Note: Whose statistics]
+A BatchNorm's running statistics describe the activations that it saw. Under forward masking each worker runs a network of
+its own, so that no worker's statistics, nor any mixture of them, describe the full model. They stay local while training,
+which itself uses the statistics of the batch; the full model's are kept beside them, re-estimated when needed
+(`BatchNormRecalibration`), and put in place whenever the full model is open or saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from lightning_sdp._compat import BatchNorm
+from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.transfer import broadcast
+
+Statistics = dict[str, tuple[Tensor, Tensor]]  # name of a BatchNorm → running mean, running variance
+
+
+def tracked_batchnorms(module: nn.Module) -> dict[str, nn.Module]:
+    """The BatchNorm modules of a model that keep running statistics, by name."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None}
+
+
+def combine_statistics(statistics: Mapping[str, tuple[Tensor, Tensor, float]]) -> Statistics:
+    """Combines the statistics of several samples into those of their union; one sample per call of `_sums`.
+
+    The mean is the weighted mean of the means; the variance follows the law of total variance, the mean of the
+    variances plus the variance of the means.
+
+    Args:
+        statistics: By name: the weighted sums of means, of variances plus squared means, and of weights.
+
+    Returns:
+        Mean and variance by name, for names of positive weight.
+    """
+    combined: Statistics = {}
+    for name, (means, seconds, weight) in statistics.items():
+        if weight > 0:
+            mean = means / weight
+            combined[name] = (mean, (seconds / weight - mean * mean).clamp_(min=0))
+    return combined
+
+
+def combine_over_ranks(
+    local: Mapping[str, tuple[Tensor, Tensor, float]],
+    widths: Mapping[str, int],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Statistics:
+    """Combines BatchNorm statistics over ranks; collective, and bit-equal on all of them.
+
+    Args:
+        local: By name: this rank's mean, variance and weight. Absent names have weight zero.
+        widths: Number of channels of every BatchNorm that any rank may have, by name, in one order on all ranks.
+        group: The process group; ``None`` for one process.
+        device: Where the message travels.
+
+    Returns:
+        The combined statistics in float64, for names to which some rank gave weight.
+    """
+    rows = []
+    for name, width in widths.items():
+        row = torch.zeros(2 * width + 1, dtype=torch.float64, device=device)
+        if name in local:
+            mean, variance, weight = local[name]
+            mean, variance = mean.to(device, torch.float64), variance.to(device, torch.float64)
+            row = torch.cat([mean, variance + mean * mean, torch.ones_like(row[:1])]) * weight
+        rows.append(row)
+    message = torch.cat(rows)
+    if group is not None:
+        dist.all_reduce(message, group=group)
+    parts = message.split([2 * width + 1 for width in widths.values()])
+    sums = {
+        name: (part[:width], part[width : 2 * width], float(part[-1]))
+        for (name, width), part in zip(widths.items(), parts, strict=True)
+    }
+    return combine_statistics(sums)
+
+
+class BufferSync:
+    """Keeps buffers equal on their holders, and BatchNorm's statistics of the full model beside the local ones.
+
+    Args:
+        module: The full model, before it is carved, equal on all ranks.
+        groups: Holder sets and their process groups.
+        everywhere: Whether every rank holds everything. Then BatchNorm's statistics are shared as well, as under DDP.
+
+    Attributes:
+        widths: Channels of each BatchNorm with local statistics, by name; none at full coverage.
+    """
+
+    def __init__(self, module: nn.Module, groups: HolderGroups, everywhere: bool) -> None:
+        self._groups = groups
+        self._owners = {name: (_owner(module, name), name.rpartition(".")[2]) for name, _ in module.named_buffers()}
+        norms = {} if everywhere else tracked_batchnorms(module)
+        self.widths = {name: int(bn.num_features) for name, bn in norms.items()}  # type: ignore[arg-type]
+        self._local = {name for name in self._owners if name.rpartition(".")[0] in self.widths}
+        self._full: dict[str, Tensor] = {
+            name: self._get(name).detach().clone() for name in self._owners if self._is_statistic(name)
+        }
+        self._saved: dict[str, Tensor] = {}
+        self._spread_sets: dict[tuple[int, ...], list[str]] = {}
+        for name in self._owners:
+            ranks = groups.holders(name)
+            if name not in self._local and len(ranks) > 1:
+                self._spread_sets.setdefault(ranks, []).append(name)
+
+    def _get(self, name: str) -> Tensor:
+        owner, key = self._owners[name]
+        buffer = owner._buffers[key]
+        assert buffer is not None
+        return buffer
+
+    def _is_statistic(self, name: str) -> bool:
+        return name in self._local and name.endswith(("running_mean", "running_var"))
+
+    def before_forward(self) -> None:
+        """Gives every shared buffer the value of its lowest holder, as DDP does before each forward pass."""
+        for ranks, names in self._spread_sets.items():
+            if self._groups.rank in ranks:
+                self._spread(names, ranks[0], self._groups.group(ranks))
+
+    def _spread(self, names: Sequence[str], source: int, group: dist.ProcessGroup) -> None:
+        buffers = {name: self._get(name) for name in names}
+        received = broadcast(buffers, source, group, self._groups.rank, self._groups.device)
+        if self._groups.rank != source:
+            self.adopt(received)
+
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """Copies values into buffers of the module, by name; other names are ignored."""
+        for name, value in values.items():
+            if name in self._owners:
+                self._get(name).copy_(value)
+
+    def save_local(self) -> None:
+        """Remembers this rank's own BatchNorm buffers; the module has its carved structure."""
+        held = (name for name in self._owners if name in self._local)
+        owned = {name: self._owners[name][0]._buffers[self._owners[name][1]] for name in held}
+        self._saved = {name: buffer.detach().clone() for name, buffer in owned.items() if buffer is not None}
+
+    def restore_local(self) -> None:
+        """Puts this rank's own BatchNorm buffers back."""
+        self.adopt(self._saved)
+        self._saved = {}
+
+    def open(self) -> None:
+        """Makes what all ranks share equal on all of them, and installs the full model's statistics; collective.
+
+        The module has its full structure, and what is not held by every rank is in place. Integers, and all but
+        BatchNorm's statistics, come from the lowest holder.
+        """
+        everyone = [n for n in self._owners if self._groups.holders(n) == self._groups.world and n not in self._full]
+        if everyone and self._groups.world_group is not None:
+            self._spread(everyone, 0, self._groups.world_group)
+        self.adopt(self._full)
+
+    def set_full(self, statistics: Statistics) -> None:
+        """Makes statistics the full model's, and installs them; the full model is open."""
+        for name, (mean, variance) in statistics.items():
+            for key, value in (("running_mean", mean), ("running_var", variance)):
+                old = self._full[f"{name}.{key}"]
+                self._full[f"{name}.{key}"] = value.to(old.dtype)
+        self.adopt(self._full)
+
+    def holders_mean(self) -> Statistics:
+        """The holders' own statistics combined, each holder with the same weight; collective, while open."""
+        local = {
+            name: (self._saved[f"{name}.running_mean"], self._saved[f"{name}.running_var"], 1.0)
+            for name in self.widths
+            if f"{name}.running_mean" in self._saved
+        }
+        return combine_over_ranks(local, self.widths, self._groups.world_group, self._groups.device)
+
+    @contextmanager
+    def full_statistics_in_place(self) -> Iterator[None]:
+        """Puts the full model's statistics in the module's place for a block of code, without copying."""
+        own = {name: self._get(name) for name in self._full}
+        for name, value in self._full.items():
+            owner, key = self._owners[name]
+            owner._buffers[key] = value
+        try:
+            yield
+        finally:
+            for name, value in own.items():
+                owner, key = self._owners[name]
+                owner._buffers[key] = value
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])

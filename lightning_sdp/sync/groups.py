@@ -1,0 +1,80 @@
+"""Holder sets and their process groups."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_sdp.plan import MaskPlan
+
+Ranks = tuple[int, ...]
+
+
+class HolderGroups:
+    """One process group per distinct set of ranks that hold something together.
+
+    The set of all ranks gets a world group of our own: the default group belongs to the Trainer's collectives, and ours
+    must not come between them. A single holder needs no group. Every rank has to construct this object, with the same
+    plan, since creating a group is collective.
+
+    Args:
+        plan: Who holds what.
+        world_size: Number of ranks; a multiple of the plan's workers.
+        rank: The calling rank.
+        device: Where tensors live that go through these groups.
+        timeout: Of every collective; ``None`` is the backend's default.
+
+    Attributes:
+        world: All ranks.
+        world_group: The process group of all ranks.
+    """
+
+    def __init__(
+        self, plan: MaskPlan, world_size: int, rank: int, device: torch.device, timeout: timedelta | None = None
+    ) -> None:
+        self.rank, self.device = rank, device
+        self.world: Ranks = tuple(range(world_size))
+        self.ranks_per_worker = world_size // plan.num_subnetworks
+        self._tensor_holders = {name: self.ranks_of(workers) for name, workers in plan.tensor_holders().items()}
+        self.component_holders = {c.name: self.ranks_of(plan.holders(c.name)) for c in plan.components}
+        distinct = dict.fromkeys(self.component_holders.values())
+        cap = max(2 * plan.num_subnetworks, 16)
+        if len(distinct) > cap:
+            warnings.warn(
+                f"The plan has {len(distinct)} distinct holder sets, each with a communicator of its own; on GPUs each "
+                f"takes memory. Plans that lightning_sdp builds stay at {cap} or fewer.",
+                stacklevel=2,
+            )
+        self._groups: dict[Ranks, dist.ProcessGroup] = {}
+        self._timeout = timeout
+        for ranks in [self.world, *distinct]:
+            if len(ranks) > 1 and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        self.world_group = self._groups.get(self.world)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def ranks_of(self, workers: Iterable[int]) -> Ranks:
+        """The ranks of some workers, ascending; the ranks of one worker are neighbors."""
+        n = self.ranks_per_worker
+        return tuple(worker * n + i for worker in workers for i in range(n))
+
+    def holders(self, name: str) -> Ranks:
+        """The ranks that hold a tensor of the full model."""
+        return self._tensor_holders.get(name, self.world)
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The process group of a holder set that the calling rank belongs to."""
+        return self._groups[ranks]
+
+    def destroy(self) -> None:
+        """Frees the groups; local, so that it is safe after a failure."""
+        for ranks, group in self._groups.items():
+            if self.rank in ranks and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._groups.clear()

@@ -1,0 +1,36 @@
+"""What a plan costs, in formulas. Pure."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+from lightning_sdp.plan import MaskPlan
+
+
+def communication_bytes(plan: MaskPlan, module: nn.Module, *, ranks_per_worker: int = 1) -> tuple[int, ...]:
+    """Bytes that each worker's ranks send per step to average gradients.
+
+    A ring all-reduce over H holders sends ``2·(|H|−1)/|H|`` times its payload from every one of them; summed over the
+    holder sets that a worker belongs to (the definition is ours). Trainable parameters count, in their own dtype.
+
+    Args:
+        plan: Who holds what.
+        module: The full model; parameters may be on the meta device.
+        ranks_per_worker: Processes per worker.
+
+    Returns:
+        Bytes sent per step by one rank of each worker.
+    """
+    holders = plan.tensor_holders()
+    everyone = tuple(range(plan.num_subnetworks))
+    payload: dict[tuple[int, ...], int] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            workers = holders.get(name, everyone)
+            payload[workers] = payload.get(workers, 0) + parameter.numel() * parameter.element_size()
+    sent = [0.0] * plan.num_subnetworks
+    for workers, size in payload.items():
+        members = len(workers) * ranks_per_worker
+        for worker in workers:
+            sent[worker] += 2 * (members - 1) / members * size
+    return tuple(round(total) for total in sent)
