@@ -1,0 +1,93 @@
+"""What tests run on every rank: one fit, and what it left behind."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
+from tests.models import batches, loader, make
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+class Held(Callback):
+    """Copies what the rank holds after every training batch; the last copy counts."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.grads: dict[str, Tensor | None] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.weights = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
+        self.grads = {n: p.grad if p.grad is None else p.grad.clone() for n, p in pl_module.named_parameters()}
+
+
+def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
+    """A quiet trainer over ranks that exist already."""
+    warnings.filterwarnings("ignore", module="lightning")
+    return Trainer(**{**QUIET, "devices": world, "strategy": strategy, **options})
+
+
+def fit(
+    world: int, rank: int, sdp: dict[str, Any] | str, kind: str, steps: int, model: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Fits a model on this rank's batches.
+
+    Returns:
+        ``full``: the module's state dict afterwards; ``held``: weights that the rank held after the last step.
+    """
+    held = Held()
+    net = make(kind, **model)
+    strategy = SDPStrategy(**sdp) if isinstance(sdp, dict) else sdp
+    dtype = next(net.parameters()).dtype
+    callbacks = [held, *options.pop("callbacks", [])]
+    run = trainer(world, strategy, max_epochs=1, callbacks=callbacks, **options)
+    run.fit(net, loader(batches(kind, rank, steps * run.accumulate_grad_batches, dtype)))
+    return {"full": {k: v.clone() for k, v in net.state_dict().items()}, "held": held.weights, "grads": held.grads}
+
+
+def fit_rank(*args: Any, **options: Any) -> dict[str, Any]:
+    """`fit` with world and rank taken from the pool's process group."""
+    return fit(torch.distributed.get_world_size(), torch.distributed.get_rank(), *args, **options)
+
+
+def plan_for(net: LightningModule, workers: int, sdp: dict[str, Any]) -> MaskPlan:
+    """The plan that a strategy with these arguments builds."""
+    names = ("coverage", "components", "keep", "keep_ends", "balance", "seed")
+    return MaskPlan.build(net, num_subnetworks=workers, **{k: v for k, v in sdp.items() if k in names})
+
+
+def reference(
+    world: int, workers: int, sdp: dict[str, Any], kind: str, steps: int, model: dict[str, Any], **options: Any
+) -> SDPReference:
+    """The same run in one process."""
+    net = make(kind, **model)
+    accumulate = options.pop("accumulate_grad_batches", 1)
+    ref = SDPReference(
+        net,
+        plan_for(net, workers, sdp),
+        net.configure_optimizers(),
+        ranks_per_worker=world // workers,
+        accumulate_grad_batches=accumulate,
+        **options,
+    )
+    dtype = next(net.parameters()).dtype
+    data = [batches(kind, rank, steps * accumulate, dtype) for rank in range(world)]
+    for step in range(steps):
+        ref.step([own[step * accumulate : (step + 1) * accumulate] for own in data])
+    latest = [own[-16:] for own in data]
+    ref.install_buffers(latest)
+    return ref

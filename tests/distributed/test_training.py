@@ -1,0 +1,124 @@
+"""Training on real ranks against the one-process reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.runs import fit_rank, plan_for, reference
+from tests.models import make
+
+
+def check(
+    pool: Any, world: int, workers: int, sdp: dict[str, Any], kind: str, tolerance: float = 1e-10, **options: Any
+) -> list[dict[str, Any]]:
+    """Fits on ranks and in the reference; weights agree and holders are bit-equal."""
+    model = options.pop("model", {})
+    steps = options.pop("steps", 10)
+    results = pool(world).run(fit_rank, {**sdp, "num_subnetworks": workers}, kind, steps, model, **options)
+    ref = reference(world, workers, sdp, kind, steps, model, **options)
+    expected = ref.module.state_dict()
+    for rank, result in enumerate(results):
+        assert list(result["full"]) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                result["full"][name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}"
+            )
+            assert torch.equal(result["full"][name], results[0]["full"][name]), f"{name}: rank {rank} differs from rank 0"
+    plan = ref.plan
+    holders = plan.tensor_holders()
+    for name, _ in make(kind, **model).named_parameters():
+        ranks = [r for r in range(world) if r // (world // workers) in holders.get(name, range(workers))]
+        for rank, result in enumerate(results):
+            assert (name in result["held"]) == (rank in ranks), f"{name} on rank {rank}"
+        for rank in ranks[1:]:
+            assert torch.equal(results[rank]["held"][name], results[ranks[0]]["held"][name]), f"{name} on rank {rank}"
+    return results
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ten_adamw_steps_with_clipping_and_accumulation_equal_the_reference(pool, world: int, coverage: float) -> None:
+    check(pool, world, world, {"coverage": coverage}, "mlp", accumulate_grad_batches=3, gradient_clip_val=0.05)
+
+
+def test_two_workers_on_four_ranks_equal_the_reference(pool) -> None:
+    check(pool, 4, 2, {"coverage": 0.5}, "mlp", accumulate_grad_batches=2, gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize(("world", "coverage"), [(2, 0.5), (3, 0.75), (4, 0.5)])
+def test_attention_blocks_with_keyword_and_tuple_equal_the_reference(pool, world: int, coverage: float) -> None:
+    check(pool, world, world, {"coverage": coverage}, "attention", gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize(("world", "coverage"), [(2, 0.5), (2, 1.0), (3, 0.75), (4, 0.5)])
+def test_weights_and_recalibrated_statistics_of_a_batchnorm_model_equal_the_reference(
+    pool, world: int, coverage: float
+) -> None:
+    check(pool, world, world, {"coverage": coverage}, "conv", steps=6, model={"optimizer": "momentum"})
+
+
+def test_clipping_by_value_equals_the_reference(pool) -> None:
+    options = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
+    check(pool, 3, 3, {"coverage": 0.5}, "mlp", model={"optimizer": "sgd"}, **options)
+
+
+def test_float32_with_sgd_equals_the_reference_to_single_precision(pool) -> None:
+    model = {"dtype": torch.float32, "optimizer": "sgd"}
+    check(pool, 2, 2, {"coverage": 0.5}, "mlp", tolerance=1e-6, model=model, accumulate_grad_batches=2)
+
+
+def test_unequal_coverage_per_worker_equals_the_reference(pool) -> None:
+    check(pool, 3, 3, {"coverage": [1.0, 0.5, 0.25]}, "mlp", gradient_clip_val=0.05)
+
+
+def test_two_optimizer_groups_keep_their_settings(pool) -> None:
+    check(pool, 3, 3, {"coverage": 0.5}, "mlp", model={"groups": True}, gradient_clip_val=0.05)
+
+
+def test_small_buckets_change_nothing(pool) -> None:
+    options = {"gradient_clip_val": 0.05}
+    big = check(pool, 3, 3, {"coverage": 0.67}, "mlp", **options)
+    small = pool(3).run(
+        fit_rank, {"coverage": 0.67, "bucket_cap_mb": 0.0005}, "mlp", 10, {}, **options
+    )
+    for a, b in zip(big, small, strict=True):
+        for name in a["full"]:
+            torch.testing.assert_close(a["full"][name], b["full"][name], rtol=1e-12, atol=1e-12)
+
+
+def test_more_workers_than_blocks(pool) -> None:
+    check(pool, 4, 4, {"coverage": 0.5, "keep_ends": 0}, "mlp", model={"blocks": 2})
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+def test_full_coverage_is_ddp_bit_for_bit(pool, kind: str) -> None:
+    model = {"dtype": torch.float32}
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    ddp = pool(2).run(fit_rank, "ddp", kind, 10, model, **options)
+    sdp = pool(2).run(fit_rank, {"coverage": 1.0}, kind, 10, model, **options)
+    for a, b in zip(ddp, sdp, strict=True):
+        assert list(a["held"]) == list(b["held"])
+        for name in a["held"]:
+            assert torch.equal(a["held"][name], b["held"][name]), name
+    for name, value in ddp[0]["full"].items():
+        assert torch.equal(value, sdp[0]["full"][name]), name
+
+
+def test_reference_itself_is_plain_averaging_at_full_coverage() -> None:
+    """The oracle against torch alone: at C = 1 it is large-batch training on the mean of the ranks' losses."""
+    ref = reference(2, 2, {"coverage": 1.0}, "mlp", 3, {})
+    net = make("mlp")
+    optimizer = net.configure_optimizers()
+    from tests.models import batches
+
+    data = [batches("mlp", rank, 3) for rank in range(2)]
+    for step in range(3):
+        optimizer.zero_grad()
+        (sum(net.training_step(own[step], 0) for own in data) / 2).backward()
+        optimizer.step()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(ref.module.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+    assert plan_for(net, 2, {"coverage": 1.0}).coverage == (1.0, 1.0)
