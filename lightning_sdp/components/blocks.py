@@ -5,19 +5,22 @@ The forward of one module is traced symbolically (torch.fx) with every child as 
 Seen backwards from the output, the skip path runs over additions and parameter-free functions of one input to an
 argument of the forward: ``x + f(x)``, ``relu(x + f(x))``, ``x + f(x) + g(x)``. Where an addition has no such operand, one
 of its operands may be a projection: modules in a row, applied to the argument, and fewer of them than in the other
-operand (a ResNet's ``downsample``). A module with parameters *after* the addition (a post-norm) or any other function
-ends the search: such a module stays whole. Innermost modules win, so that a whole network that adds its input to its
-output does not count as one block.
+operand (a ResNet's ``downsample``). What is added has to depend on the argument's values: positions or a bias are no
+branch. A module with parameters *after* the addition (a post-norm) or any other function ends the search: such a module
+stays whole. Innermost modules win, so that a whole network that adds its input to its output does not count as one block.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
+import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx as fx
 import torch.nn as nn
@@ -28,6 +31,7 @@ from lightning_sdp.components.registry import Skip, first_argument, registered_s
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _UNARY = {"relu", "relu_", "gelu", "silu", "leaky_relu", "tanh", "sigmoid", "hardtanh", "hardswish", "elu", "relu6"}
 _UNARY |= {"dropout", "contiguous", "clone", "to", "float", "type_as", "mish", "softplus"}
+_SHAPE_METHODS = {"size", "dim", "numel", "stride", "new_zeros", "new_ones"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,22 @@ class Block:
 
 
 class _LeafTracer(fx.Tracer):
+    """Traces one module: children are leaves, variadic arguments are empty, and assertions hold."""
+
+    trace_asserts = True
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        return iter(()) if _is_variadic(obj.node) else super().iter(obj)
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        return () if _is_variadic(obj.node) else super().keys(obj)
+
+
+def _is_variadic(node: fx.Node) -> bool:
+    return node.op == "placeholder" and str(node.target).startswith("*")
 
 
 @dataclass(frozen=True)
@@ -63,13 +81,18 @@ class _SkipPath:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         value = bound.arguments[self.argument]
+        if self.nodes and _is_parameter_free(block, self.nodes[0]):
+            # Behind the addition a function may work in place (a ResNet's ReLU does); the block's input must not change.
+            value = value.clone()
         for node in self.nodes:
             if node.op == "call_module":
-                value = block.get_submodule(str(node.target))(value)
+                function: Callable[..., Any] = block.get_submodule(str(node.target))
             elif node.op == "call_method":
-                value = getattr(value, str(node.target))(*node.args[1:], **node.kwargs)
+                function = getattr(type(value), str(node.target))
             else:
-                value = node.target(value, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+                function = node.target  # type: ignore[assignment]
+            mode = {"training": block.training} if "training" in node.kwargs else {}
+            value = function(value, *node.args[1:], **{**node.kwargs, **mode})
         if self.extra_outputs is None:
             return value
         return (value, *(name and bound.arguments[name] for name in self.extra_outputs))
@@ -84,7 +107,25 @@ def _is_addition(node: fx.Node) -> bool:
 
 
 def _is_single_input(node: fx.Node) -> bool:
-    return len(_input_nodes(node)) == 1 and len(node.args) > 0 and node.args[0] is _input_nodes(node)[0]
+    """Whether a node's first argument is the only one that is not constant."""
+    others: list[fx.Node] = []
+    fx.node.map_arg((node.args[1:], node.kwargs), others.append)
+    return len(_input_nodes(node)) == 1 and not others
+
+
+def _reads_values(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether a node depends on the values of an argument, and not merely on its shape."""
+    seen: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current is argument:
+            return True
+        of_shape = current.target is getattr or (current.op == "call_method" and current.target in _SHAPE_METHODS)
+        if current not in seen and not of_shape:
+            seen[current] = None
+            stack.extend(_input_nodes(current))
+    return False
 
 
 def _is_parameter_free(block: nn.Module, node: fx.Node) -> bool:
@@ -103,7 +144,7 @@ def _identity_path(block: nn.Module, node: fx.Node) -> list[fx.Node] | None:
         return [node]
     if _is_addition(node):
         paths = (_identity_path(block, operand) for operand in _input_nodes(node))
-        return next((path for path in paths if path is not None), None)
+        return next(([*path, node] for path in paths if path is not None), None)
     if _is_parameter_free(block, node):
         path = _identity_path(block, _input_nodes(node)[0])
         return None if path is None else [*path, node]
@@ -131,7 +172,7 @@ def _count_modules(node: fx.Node) -> int:
 
 
 def _find_path(block: nn.Module, output: fx.Node) -> list[fx.Node] | None:
-    """Nodes of the skip path from an argument to the output, without the additions; see the note above."""
+    """Nodes of the skip path from an argument to the output, with the additions; see the note above."""
     tail: list[fx.Node] = []
     node = output
     while not _is_addition(node):
@@ -144,9 +185,53 @@ def _find_path(block: nn.Module, output: fx.Node) -> list[fx.Node] | None:
         for operand, other in (_input_nodes(node), _input_nodes(node)[::-1]):
             candidate = _projection_path(block, operand)
             if candidate is not None and _count_modules(operand) < _count_modules(other):
-                path = candidate
+                path = [*candidate, node]
                 break
-    return None if path is None else path + tail
+    if path is None:
+        return None
+    branches = [operand for addition in path if _is_addition(addition) for operand in _input_nodes(addition)]
+    if not any(_reads_values(branch, path[0]) for branch in branches if branch not in path):
+        return None
+    return path + tail
+
+
+@contextmanager
+def _untouched(block: nn.Module) -> Iterator[None]:
+    """Takes back what a traced forward does to its module and to the global random streams."""
+    state = dict(block.__dict__)
+    trees = [(tree, dict(tree)) for tree in (block._parameters, block._buffers, block._modules)]
+    values = [(buffer, buffer.clone()) for buffer in block.buffers(recurse=False)]
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(0)  # what is drawn must not differ between ranks
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(streams[0])
+        random.setstate(streams[1])
+        np.random.set_state(streams[2])
+        for current, before in [(block.__dict__, state), *trees]:
+            current.clear()
+            current.update(before)
+        for buffer, value in values:
+            with torch.no_grad():
+                buffer.copy_(value)
+
+
+def _trace_output(block: nn.Module, concrete_args: dict[str, Any]) -> Any:
+    """What the traced forward of a block returns; raises what user code under a tracer raises, which is anything."""
+    with _untouched(block):
+        graph = _LeafTracer().trace(block, concrete_args=concrete_args)
+    return next(node for node in graph.nodes if node.op == "output").args[0]
+
+
+def _arguments_passed_on(output: Any) -> tuple[str | None, ...] | None:
+    """For each further element of a returned tuple the argument that it is, or ``None``; ``None`` without a tuple."""
+    if not isinstance(output, (tuple, list)) or not output:
+        return None
+    nodes = [o if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:]]
+    return tuple(node and str(node.target) for node in nodes)
 
 
 def trace_skip(block: nn.Module) -> Skip | str:
@@ -161,25 +246,26 @@ def trace_skip(block: nn.Module) -> Skip | str:
     Returns:
         The skip, or the reason why the module is not understood as a residual block.
     """
-    signature = inspect.signature(block.forward)
+    signature = inspect.signature(type(block).forward.__get__(block))
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty and p.kind in kinds}
+    defaults = {n: value for n, value in defaults.items() if not isinstance(value, (tuple, list, dict))}
     try:
-        with torch.random.fork_rng(devices=[]):  # a forward may draw; the global stream belongs to the user
-            torch.manual_seed(0)
-            graph = _LeafTracer().trace(block, concrete_args=defaults)
-    except Exception as error:  # user code under a tracer raises anything
+        output = _trace_output(block, defaults)
+    except Exception as error:
         return f"its forward cannot be traced ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    output: Any = next(node for node in graph.nodes if node.op == "output").args[0]
-    extra: tuple[str | None, ...] | None = None
-    if isinstance(output, (tuple, list)) and output:
-        extra = tuple(o.name if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:])
+    extra = _arguments_passed_on(output)
+    if extra is not None:
         output = output[0]
+        if None in extra and defaults:  # an optional argument passed on looks like a constant: try without defaults
+            with suppress(Exception):
+                again = _arguments_passed_on(_trace_output(block, {})) or ()
+                extra = tuple(first or second for first, second in zip(extra, again, strict=True))
     path = _find_path(block, output) if isinstance(output, fx.Node) else None
     if path is None:
         return "no path of additions leads from an input to its output"
     argument = str(path[0].target).lstrip("*")
-    nodes = tuple(path[1:])
+    nodes = tuple(node for node in path[1:] if not _is_addition(node))
     children = dict.fromkeys(str(n.target).split(".")[0] for n in nodes if n.op == "call_module")
     return Skip(_SkipPath(signature, argument, nodes, extra), tuple(children))
 
@@ -235,14 +321,14 @@ def named_block(name: str, module: nn.Module) -> Block:
     """A module that the user names as a block: its registered or traced skip path, else its first argument."""
     _, skip = registered_skip(module)
     traced = trace_skip(module) if skip is None else skip
-    return Block(name, module, traced if isinstance(traced, Skip) else Skip(first_argument))
+    return Block(name, module, traced if isinstance(traced, Skip) else Skip(first_argument(module)))
 
 
 def block_component(model: nn.Module, block: Block) -> Component:
     """The component of a block: the tensors that belong to it alone.
 
     A tensor that is also registered outside the block (tied weights), or that the skip path needs, is not part of
-    it: every worker holds it.
+    it: every worker holds it. The block itself may be registered in several places.
 
     Args:
         model: The full model.
@@ -251,8 +337,8 @@ def block_component(model: nn.Module, block: Block) -> Component:
     Returns:
         The component, named after the block, with whole parameters and buffers in registration order.
     """
-    inside = block.name + "."
-    kept = tuple(f"{inside}{child}." for child in block.skip.path)
+    inside = tuple(f"{name}." for name, m in model.named_modules(remove_duplicate=False) if m is block.module)
+    kept = tuple(f"{place}{child}." for place in inside for child in block.skip.path)
     slices = []
     for names in aliases(model):
         if all(name.startswith(inside) and not name.startswith(kept) for name in names):

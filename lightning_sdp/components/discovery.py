@@ -94,8 +94,7 @@ def _ends(keep_ends: KeepEnds, module: nn.Module, components: list[Component]) -
             return 0, 0
         return (1, 1) if len({_shape_of(module, c) for c in components}) == 1 else (1, 0)
     ends = (keep_ends, keep_ends) if isinstance(keep_ends, int) else keep_ends
-    valid = not isinstance(ends, str) and len(ends) == 2 and all(type(e) is int and e >= 0 for e in ends)
-    if not valid:
+    if not isinstance(ends, (list, tuple)) or len(ends) != 2 or not all(type(e) is int and e >= 0 for e in ends):
         raise ValueError(
             f"keep_ends={keep_ends!r} is not understood: give 'auto', a number of blocks, or [first, last] numbers."
         )

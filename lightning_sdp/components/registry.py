@@ -84,17 +84,27 @@ def registered_skip(module: nn.Module) -> tuple[bool, Skip | None]:
     return False, None
 
 
-def first_argument(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The first argument of a block's forward, however it was passed: the skip of an identity block."""
-    if args:
-        return args[0]
-    name = next(iter(inspect.signature(block.forward).parameters))
-    return kwargs[name] if name in kwargs else next(iter(kwargs.values()))
+def first_argument(module: nn.Module) -> SkipFn:
+    """The skip of an identity block: a function that returns the first argument of its forward, however it is passed."""
+    name = next(iter(inspect.signature(module.forward).parameters), "")
+
+    def skip(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs[name]
+
+    return skip
 
 
 # A pre-norm layer is an identity plus two branches; a post-norm one normalizes the residual stream itself, so that
 # nothing can be taken out of it. Their forwards choose between code paths at run time and cannot be traced.
-for _name in ("TransformerEncoderLayer", "TransformerDecoderLayer"):
-    register_block(f"torch.nn.modules.transformer.{_name}", applies=lambda layer: bool(layer.norm_first))(
-        first_argument
-    )
+def _is_prenorm(layer: Any) -> bool:
+    return bool(layer.norm_first)
+
+
+@register_block("torch.nn.modules.transformer.TransformerEncoderLayer", applies=_is_prenorm)
+def _pass_source(layer: nn.Module, src: Any, *args: Any, **kwargs: Any) -> Any:
+    return src
+
+
+@register_block("torch.nn.modules.transformer.TransformerDecoderLayer", applies=_is_prenorm)
+def _pass_target(layer: nn.Module, tgt: Any, *args: Any, **kwargs: Any) -> Any:
+    return tgt

@@ -1,0 +1,230 @@
+"""Checkpoints are those of a plain run, and a resumed run goes on exactly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
+from tests.distributed.runs import trainer
+from tests.models import Net, batches, loader, make, same_state
+
+ROOT = Path(__file__).parents[2]
+
+
+def world_and_rank() -> tuple[int, int]:
+    return torch.distributed.get_world_size(), torch.distributed.get_rank()
+
+
+class Scheduled(Net):
+    """With a schedule that steps every batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def scheduled(kind: str, optimizer: str = "adamw") -> Scheduled:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return Scheduled(kind, groups=True, optimizer=optimizer).double()
+
+
+def fit_and_save(
+    directory: str, kind: str, steps: int, save_at: int | None, resume: str | None, per_epoch: int = 4, **sdp: Any
+) -> dict[str, Any]:
+    """Fits up to a step and saves with ModelCheckpoint at one."""
+    world, rank = world_and_rank()
+    net = scheduled(kind)
+    callbacks: list[Callback] = []
+    if save_at is not None:
+        name = f"{kind}-{save_at}"
+        callbacks = [ModelCheckpoint(directory, filename=name, every_n_train_steps=save_at, save_top_k=1, monitor=None)]
+    strategy = SDPStrategy(**{"coverage": 0.5, **sdp})
+    run = trainer(
+        world, strategy, max_steps=steps, max_epochs=-1, callbacks=callbacks, gradient_clip_val=0.05,
+        enable_checkpointing=bool(callbacks),
+    )  # fmt: skip
+    options: dict[str, Any] = {"ckpt_path": resume, "weights_only": False} if resume else {}
+    run.fit(net, loader(batches(kind, rank, per_epoch)), **options)
+    return {"full": {k: v.clone() for k, v in net.state_dict().items()}, "lr": run.optimizers[0].param_groups[0]["lr"],
+            "plan": strategy.plan.to_json(), "step": run.global_step}  # type: ignore[union-attr]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(pool, tmp_path: Path, kind: str, world: int) -> None:
+    whole = pool(world).run(fit_and_save, str(tmp_path), kind, 8, None, None)
+    pool(world).run(fit_and_save, str(tmp_path), kind, 4, 4, None)
+    resumed = pool(world).run(fit_and_save, str(tmp_path), kind, 8, None, str(tmp_path / f"{kind}-4.ckpt"))
+    for a, b in zip(whole, resumed, strict=True):
+        assert (a["step"], a["lr"]) == (b["step"], b["lr"]) and a["step"] == 8
+        parameters = [name for name, _ in scheduled(kind).named_parameters()]
+        assert same_state({n: a["full"][n] for n in parameters}, {n: b["full"][n] for n in parameters})
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+def test_a_checkpoint_equals_that_of_the_reference(pool, tmp_path: Path, kind: str) -> None:
+    """Weights, key order, statistics and optimizer state, also of what rank 0 does not hold."""
+    pool(3).run(fit_and_save, str(tmp_path), kind, 5, 5, None, per_epoch=8, coverage=0.34)
+    checkpoint = torch.load(tmp_path / f"{kind}-5.ckpt", weights_only=True)
+    net = scheduled(kind)
+    built = net.configure_optimizers()
+    ref = SDPReference(
+        net, MaskPlan.from_json(checkpoint["lightning_sdp"]["plan"]), built["optimizer"], gradient_clip_val=0.05,
+        scheduler=built["lr_scheduler"]["scheduler"],
+    )  # fmt: skip
+    data = [batches(kind, rank, 8) for rank in range(3)]
+    for step in range(5):
+        ref.step([[own[step]] for own in data])
+    ref.install_buffers([own[:5] for own in data])
+    expected = net.state_dict()
+    assert list(checkpoint["state_dict"]) == list(expected)
+    for name, value in expected.items():
+        assert checkpoint["state_dict"][name].dtype == value.dtype
+        torch.testing.assert_close(checkpoint["state_dict"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+    mine, plain = checkpoint["optimizer_states"][0], ref.optimizer.state_dict()
+    assert [g["params"] for g in mine["param_groups"]] == [g["params"] for g in plain["param_groups"]]
+    assert [g["weight_decay"] for g in mine["param_groups"]] == [0.1, plain["param_groups"][1]["weight_decay"]]
+    assert list(mine["state"]) == list(plain["state"])
+    for number, state in plain["state"].items():
+        assert list(mine["state"][number]) == list(state)
+        for key, value in state.items():
+            torch.testing.assert_close(mine["state"][number][key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_the_checkpoint_loads_where_this_package_is_not_installed(pool, tmp_path: Path) -> None:
+    results = pool(2).run(fit_and_save, str(tmp_path), "mlp", 4, 4, None)
+    code = f"""
+import sys
+sys.modules["lightning_sdp"] = None
+import torch
+from lightning.pytorch import Trainer
+from tests.models import Net, batches, loader
+path = {str(tmp_path / "mlp-4.ckpt")!r}
+net = Net.load_from_checkpoint(path, weights_only=False)
+assert all(torch.equal(v, torch.load(path, weights_only=True)["state_dict"][k].float()) for k, v in net.state_dict().items())
+net.double().load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+torch.save(net.state_dict(), {str(tmp_path / "loaded.pt")!r})
+class Scheduled(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {{"optimizer": optimizer, "lr_scheduler": {{"scheduler": schedule, "interval": "step"}}}}
+again = Scheduled("mlp", groups=True).double()
+trainer = Trainer(accelerator="cpu", devices=1, max_steps=6, max_epochs=-1, gradient_clip_val=0.05, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(again, loader(batches("mlp", 0, 4)), ckpt_path=path, weights_only=False)
+torch.save((again.state_dict(), trainer.global_step), {str(tmp_path / "resumed.pt")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert same_state(torch.load(tmp_path / "loaded.pt"), results[0]["full"])
+    state, step = torch.load(tmp_path / "resumed.pt")
+    checkpoint = torch.load(tmp_path / "mlp-4.ckpt", weights_only=True)
+    net = scheduled("mlp")
+    built = net.configure_optimizers()
+    net.load_state_dict(checkpoint["state_dict"])
+    built["optimizer"].load_state_dict(checkpoint["optimizer_states"][0])
+    built["lr_scheduler"]["scheduler"].load_state_dict(checkpoint["lr_schedulers"][0])
+    for batch in batches("mlp", 0, 2):
+        built["optimizer"].zero_grad()
+        net.training_step(batch, 0).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        built["optimizer"].step()
+        built["lr_scheduler"]["scheduler"].step()
+    assert step == 6
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def fit_with_monitor(directory: str) -> dict[str, Any]:
+    world, rank = world_and_rank()
+    net = make("conv", optimizer="momentum")
+    best = ModelCheckpoint(directory, filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+    run = trainer(world, SDPStrategy(coverage=0.5), max_epochs=4, callbacks=[best], enable_checkpointing=True)
+    run.fit(net, loader(batches("conv", rank, 3)), loader(batches("conv", 60, 2)))
+    report = {"best": best.best_model_path, "score": float(best.best_model_score), "k": dict(best.best_k_models),
+              "last": best.last_model_path}  # fmt: skip
+    test = run.test(net, loader(batches("conv", 60, 2)), ckpt_path="best", weights_only=False, verbose=False)
+    return {**report, "test": test[0]["test_loss"]}
+
+
+def test_model_checkpoint_with_monitor_top_k_and_last(pool, tmp_path: Path) -> None:
+    results = pool(2).run(fit_with_monitor, str(tmp_path))
+    assert results[0]["best"] == results[1]["best"]
+    assert len(results[0]["k"]) == 2 and all(Path(path).exists() for path in results[0]["k"])
+    assert Path(results[0]["last"]).name == "last.ckpt"
+    for path, score in results[0]["k"].items():
+        net = make("conv").eval()
+        net.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        with torch.no_grad():
+            losses = [torch.nn.functional.cross_entropy(net(x), y) for x, y in batches("conv", 60, 2)]
+        assert float(sum(losses)) / 2 == pytest.approx(float(score), rel=1e-6)
+    for result in results:
+        assert result["test"] == pytest.approx(result["score"], rel=1e-6)
+
+
+def test_a_resumed_run_keeps_the_plan_of_its_checkpoint(pool, tmp_path: Path) -> None:
+    """Also where new costs would lead to another one; other settings lead to a new plan, and a given plan wins."""
+    first = pool(2).run(fit_and_save, str(tmp_path), "mlp", 4, 4, None, balance="count", seed=3)
+    path = str(tmp_path / "mlp-4.ckpt")
+    other = pool(2).run(fit_and_save, str(tmp_path), "mlp", 2, None, None, balance="params", seed=3)
+    assert first[0]["plan"] != other[0]["plan"]
+    resumed = pool(2).run(fit_and_save, str(tmp_path), "mlp", 6, None, path, balance="params", seed=3)
+    assert resumed[0]["plan"] == first[0]["plan"]
+    changed = pool(2).run(fit_and_save, str(tmp_path), "mlp", 6, None, path, balance="params", seed=3, coverage=0.75)
+    assert changed[0]["plan"] != first[0]["plan"]
+    (tmp_path / "plan.json").write_text(other[0]["plan"])
+    given = pool(2).run(fit_and_save, str(tmp_path), "mlp", 6, None, path, plan=str(tmp_path / "plan.json"))
+    assert given[0]["plan"] == other[0]["plan"]
+
+
+def held_bytes(kind: str, coverage: float) -> dict[str, Any]:
+    world, rank = world_and_rank()
+    net, strategy = make(kind, dtype=torch.float32, groups=True), SDPStrategy(coverage=coverage)
+    held: dict[str, int] = {}
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            def storages(tensors: list[Tensor]) -> int:
+                found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+                return sum(found.values())
+
+            parameters = list(pl_module.parameters())
+            held["parameters"] = storages([p.data for p in parameters])
+            held["gradients"] = storages([p.grad for p in parameters])
+            states = trainer.optimizers[0].state.values()
+            held["optimizer"] = storages([v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim()])
+
+    trainer(world, strategy, max_epochs=1, callbacks=[Count()]).fit(
+        net, loader(batches(kind, rank, 2, torch.float32))
+    )
+    plan = strategy.plan
+    assert plan is not None and plan.sizes is not None and plan.shared_size is not None
+    numel = plan.shared_size + sum(
+        size for c, size in zip(plan.components, plan.sizes, strict=True) if rank in plan.holders(c.name)
+    )
+    return {"held": held, "planned": 4 * numel}
+
+
+@pytest.mark.parametrize(("world", "coverage"), [(2, 0.5), (3, 0.67), (4, 0.5)])
+def test_a_worker_holds_what_its_components_sum_to(pool, world: int, coverage: float) -> None:
+    full = 4 * sum(p.numel() for p in make("mlp").parameters())
+    for result in pool(world).run(held_bytes, "mlp", coverage):
+        held, planned = result["held"], result["planned"]
+        assert planned < full
+        total = held["parameters"] + held["gradients"] + held["optimizer"]
+        assert abs(total / (4 * planned) - 1) < 0.02, result
+        assert abs(held["parameters"] / planned - 1) < 0.02 and abs(held["optimizer"] / (2 * planned) - 1) < 0.02
+
+
