@@ -174,8 +174,8 @@ class OptimizerLayout:
         names = [self._name_of.get(id(parameter)) for parameter in group["params"]]
         if None in names:
             raise ValueError(
-                f"The optimizer's parameter group {position} holds a tensor that is not a parameter of the model (number "
-                f"{names.index(None)} of the group). Build the optimizer in configure_optimizers from self.parameters()."
+                f"The optimizer's parameter group {position} holds a tensor that is no parameter of the model (number "
+                f"{names.index(None)} of it). Build the optimizer in configure_optimizers from self.parameters()."
             )
         return [name for name in names if name is not None]
 
@@ -261,8 +261,8 @@ class OptimizerLayout:
         sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]
         if sizes != expected:
             raise ValueError(
-                f"The checkpoint's optimizer state has parameter groups of {sizes} parameters; this run's optimizer has "
-                f"{expected}."
+                f"The checkpoint's optimizer state has parameter groups of {sizes} parameters; this run's "
+                f"optimizer has {expected}."
             )
         state, groups, local_number = {}, [], 0
         for names, saved, group in zip(layout, full["param_groups"], optimizer.param_groups, strict=True):

@@ -1,11 +1,11 @@
 """Which workers hold which component: even loads, few distinct holder sets, a connected graph.
 
 [Note: Arcs on a circle]
-Each worker is an arc on a circle of circumference 1, as long as its coverage, and the arcs start at equal distances (for
-unequal coverages, at distances in proportion to them). Where the arcs' 2N ends cut the circle, each of the at most 2N
-pieces is covered by one fixed set of workers; a component placed on a piece has these workers for holders. So there are
-never more than 2N distinct sets; with one coverage C each has ⌊C·N⌋ or ⌈C·N⌉ members; neighbors overlap wherever C·N > 1;
-and components placed in proportion to the pieces' lengths give every worker exactly its coverage.
+Each worker is an arc on a circle of circumference 1, as long as its coverage, and the arcs start at equal distances
+(for unequal coverages, at distances in proportion to them). Where the arcs' 2N ends cut the circle, each of the at most
+2N pieces is covered by one fixed set of workers; a component placed on a piece has these workers for holders. So there
+are never more than 2N distinct sets; with one coverage C each has ⌊C·N⌋ or ⌈C·N⌉ members; neighbors overlap wherever
+C·N > 1; and components placed in proportion to the pieces' lengths give every worker exactly its coverage.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ class MaskPlan:
             if not workers:
                 raise ValueError(f"The plan leaves component {name!r} without a holder: its parameters would be lost.")
             if workers[0] < 0 or workers[-1] >= num_subnetworks:
-                raise ValueError(f"The plan gives component {name!r} to workers {list(workers)}; N is {num_subnetworks}.")
+                raise ValueError(
+                    f"The plan gives component {name!r} to workers {list(workers)}; N is {num_subnetworks}."
+                )
 
     # who holds what
 
@@ -277,7 +279,10 @@ class MaskPlan:
         pairs = []
         for entry in data["components"]:
             entry = _only_keys(entry, "a component of the plan", ("name", "kind", "storage", "slices", "holders"))
-            parts = [_only_keys(s, f"a slice of {entry['name']!r}", ("name", "dim", "start", "stop")) for s in entry["slices"]]
+            parts = [
+                _only_keys(s, f"a slice of {entry['name']!r}", ("name", "dim", "start", "stop"))
+                for s in entry["slices"]
+            ]
             if entry["storage"] != "block" or entry["kind"] != "block" or any(s["dim"] is not None for s in parts):
                 raise ValueError(f"The plan's component {entry['name']!r} is not a whole block.")
             component = Component(entry["name"], entry["kind"], tuple(ParamSlice(**s) for s in parts))
@@ -348,8 +353,8 @@ def check_coverage(coverage: float | Sequence[float], num_subnetworks: int) -> l
             raise ValueError(f"coverage={coverage!r} sums to less than 1: some blocks would have no holder.")
         share = 1 / num_subnetworks
         warnings.warn(
-            f"coverage={coverage} is less than one of {num_subnetworks} workers: using 1/{num_subnetworks}, so that every "
-            "block has a holder.",
+            f"coverage={coverage} is less than one of {num_subnetworks} workers: using 1/{num_subnetworks}, so "
+            "that every block has a holder.",
             stacklevel=2,
         )
         shares = [share] * num_subnetworks
@@ -362,9 +367,11 @@ def check_shares(coverage: float | Sequence[float]) -> None:
     Raises:
         ValueError: A share is not a number in (0, 1].
     """
-    shares = list(coverage) if isinstance(coverage, (list, tuple)) else [coverage]
+    shares: list[Any] = list(coverage) if isinstance(coverage, (list, tuple)) else [coverage]
     if not shares or not all(type(s) in (int, float) and 0 < s <= 1 for s in shares):
-        raise ValueError(f"coverage={coverage!r} must lie in (0, 1]: the share of the maskable part that a worker holds.")
+        raise ValueError(
+            f"coverage={coverage!r} must lie in (0, 1]: the share of the maskable part that a worker holds."
+        )
 
 
 def _only_keys(data: Any, what: str, keys: tuple[str, ...]) -> dict[str, Any]:

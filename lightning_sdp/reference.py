@@ -17,13 +17,18 @@ from lightning_sdp.components import Skip, named_block
 from lightning_sdp.plan import MaskPlan
 
 
+def _training_loss(model: Any, batch: Any) -> Tensor:
+    loss: Tensor = model.training_step(batch, 0)
+    return loss
+
+
 class SDPReference:
     """Trains a full model as SDP on several processes would, by the definition of the method.
 
     For each rank in turn, the blocks that its worker lacks are skipped, and loss and gradients are computed on that
-    rank's data. The gradient of every element is the sum over the ranks that hold it, divided by their number; a parameter
-    that none of its holders used has no gradient. One optimizer on the full model takes the step. Nothing of the fast
-    path is used: no carving, no buckets, no processes.
+    rank's data. The gradient of every element is the sum over the ranks that hold it, divided by their number; a
+    parameter that none of its holders used has no gradient. One optimizer on the full model takes the step. Nothing of
+    the fast path is used: no carving, no buckets, no processes.
 
     Args:
         module: The full model; it is trained in place.
@@ -56,7 +61,7 @@ class SDPReference:
         self.module, self.plan, self.optimizer, self.scheduler = module, plan, optimizer, scheduler
         self.world_size = plan.num_subnetworks * ranks_per_worker
         self._ranks_per_worker = ranks_per_worker
-        self._loss = loss or (lambda model, batch: model.training_step(batch, 0))
+        self._loss = loss or _training_loss
         self._accumulate = accumulate_grad_batches
         self._clip_val, self._clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self._skips: dict[str, Skip] = {
@@ -66,7 +71,9 @@ class SDPReference:
             name: [plan.element_mask(name, self._worker(r), p.shape) for r in range(self.world_size)]
             for name, p in [*module.named_parameters(), *module.named_buffers()]
         }
-        self._norms = {n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None}
+        self._norms = {
+            n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None
+        }
         self._buffers = [{n: b.clone() for n, b in module.named_buffers()} for _ in range(self.world_size)]
 
     def _worker(self, rank: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -61,9 +61,7 @@ def _rows(plan: MaskPlan) -> list[tuple[str, int | None, tuple[int, ...] | None]
 def held_size(plan: MaskPlan, worker: int) -> int:
     """Maskable parameters that a worker holds; the plan must know its sizes."""
     assert plan.sizes is not None
-    return sum(
-        size for c, size in zip(plan.components, plan.sizes, strict=True) if worker in plan.holders(c.name)
-    )
+    return sum(size for c, size in zip(plan.components, plan.sizes, strict=True) if worker in plan.holders(c.name))
 
 
 def plot_plan(plan: MaskPlan, path: str | Path) -> None:
@@ -77,7 +75,8 @@ def plot_plan(plan: MaskPlan, path: str | Path) -> None:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    held, kept = {"facecolor": "#0072b2"}, {"facecolor": "#9ecae1", "hatch": "///"}
+    held: dict[str, Any] = {"facecolor": "#0072b2"}
+    kept: dict[str, Any] = {"facecolor": "#9ecae1", "hatch": "///"}
     for row, (_, holders) in enumerate(rows):
         for worker in range(plan.num_subnetworks):
             style = kept if holders is None else held if worker in holders else {"facecolor": "white"}
@@ -89,7 +88,10 @@ def plot_plan(plan: MaskPlan, path: str | Path) -> None:
     axes.set_xticks(range(plan.num_subnetworks), labels, fontsize=7)
     axes.set_xlabel("worker, coverage")
     axes.set_title("Who holds what", fontsize=9)
-    handles = [Patch(edgecolor="#666666", label="held", **held), Patch(edgecolor="#666666", facecolor="white", label="missing")]
+    handles = [
+        Patch(edgecolor="#666666", label="held", **held),
+        Patch(edgecolor="#666666", facecolor="white", label="missing"),
+    ]
     if plan.kept:
         handles.insert(1, Patch(edgecolor="#666666", label="kept by all", **kept))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, frameon=False)

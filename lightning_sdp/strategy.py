@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -25,37 +25,38 @@ from torch.optim import Optimizer
 from lightning_sdp._compat import optimizer_to_device, optimizers_to_device
 from lightning_sdp.assemble import FullModel, OptimizerLayout, share_initial_state
 from lightning_sdp.callbacks import BatchNormRecalibration, ForwardMasking
+from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY
-from lightning_sdp.components.discovery import GRANULARITIES
-from lightning_sdp.plan import BALANCES, MaskPlan, check_shares
+from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_grad_norm_
+from lightning_sdp.settings import MaskSettings, one_of
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
-from lightning_sdp.sync.buffers import BufferSync, combine_over_ranks
+from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
-
-_SETTINGS = ("granularity", "coverage", "components", "keep", "keep_ends", "seed")
 
 
 class SDPStrategy(DDPStrategy):
     """Subnetwork Data Parallelism: every worker trains a structurally complete part of the model on its own data.
 
-    Residual blocks that a worker does not hold are absent from its memory; their skip path remains. Gradients are averaged
-    over exactly the ranks that hold a parameter. Evaluation and checkpoints see the full model. (Method: arXiv 2507.09029.)
+    Residual blocks that a worker does not hold are absent from its memory; their skip path remains. Gradients are
+    averaged over exactly the ranks that hold a parameter. Evaluation and checkpoints see the full model. (Method: arXiv
+    2507.09029.)
 
     Args:
         granularity: What a worker may lack: ``"block"``, whole residual blocks.
         masking: ``"forward"``: what a worker lacks does not exist there.
-        coverage: Share C of the maskable parameters that each worker holds, in (0, 1]; a list gives each worker its own.
-        num_subnetworks: Number N of workers; it has to divide the number of processes, and neighboring processes form one
-            worker. ``"auto"`` is the largest divisor up to 8.
+        coverage: Share C of the maskable parameters that each worker holds, in (0, 1]; a list gives each worker its
+            own.
+        num_subnetworks: Number N of workers; it has to divide the number of processes, and neighboring processes form
+            one worker. ``"auto"`` is the largest divisor up to 8.
         components: Glob or globs over module names to treat as blocks (``*`` within a segment of a name, ``**`` across
             segments); ``None`` finds residual blocks.
         keep: Glob or globs over module names that every worker holds.
         keep_ends: Blocks at the ends of the stack that every worker holds: ``[first, last]`` or one number for both.
-            ``"auto"`` keeps the first and last of six or more blocks alike, the first of six or more different ones, none
-            of fewer.
+            ``"auto"`` keeps the first and last of six or more blocks alike, the first of six or more different ones,
+            none of fewer.
         balance: What the assignment evens out between workers: ``"params"`` or ``"count"``.
         plan: A `MaskPlan` or the path of its JSON; takes the place of all arguments above but ``masking``.
         seed: Varies the assignment. The global random state is neither read nor changed.
@@ -107,17 +108,25 @@ class SDPStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        _one_of("granularity", granularity, GRANULARITIES)
-        _one_of("masking", masking, ("forward",))
-        _one_of("balance", balance, BALANCES)
-        _one_of("eval_model", eval_model, ("full", "subnetwork"))
-        check_shares(coverage)
-        if num_subnetworks != "auto" and (not isinstance(num_subnetworks, int) or num_subnetworks < 1):
-            raise ValueError(f"num_subnetworks={num_subnetworks!r} must be a positive number of workers or 'auto'.")
+        self.settings = MaskSettings(
+            granularity=granularity,
+            masking=masking,
+            coverage=coverage,
+            num_subnetworks=num_subnetworks,
+            components=components,
+            keep=keep,
+            keep_ends=keep_ends,
+            balance=balance,
+            plan=plan,
+            seed=seed,
+        )
+        one_of("eval_model", eval_model, ("full", "subnetwork"))
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
         if recalibrate_batchnorm < 0:
-            raise ValueError(f"recalibrate_batchnorm={recalibrate_batchnorm} must be a number of batches, or 0 for off.")
+            raise ValueError(
+                f"recalibrate_batchnorm={recalibrate_batchnorm} must be a number of batches, or 0 for off."
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -128,19 +137,9 @@ class SDPStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.granularity = granularity
-        self.masking = masking
-        self.coverage = coverage
-        self.num_subnetworks = num_subnetworks
-        self.components = components
-        self.keep = keep
-        self.keep_ends = keep_ends
-        self.balance = balance
-        self.seed = seed
         self.bucket_cap_mb = bucket_cap_mb
         self.eval_model = eval_model
         self.recalibrate_batchnorm = recalibrate_batchnorm
-        self._given_plan = plan
         self._checkpoint_record: Mapping[str, Any] | None = None
         self._lost: tuple[str, ...] = ()
         self._incomplete = False
@@ -181,7 +180,10 @@ class SDPStrategy(DDPStrategy):
         module = self.lightning_module
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
-        self.plan = agree(lambda: self._make_plan(module), lambda plan: _fingerprint(plan, module))
+        self.plan = agree(
+            lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record),
+            lambda plan: _fingerprint(plan, module),
+        )
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
         everywhere = all(ranks == groups.world for ranks in groups.component_holders.values())
         self._refuse_what_needs_everything(everywhere)
@@ -210,52 +212,6 @@ class SDPStrategy(DDPStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
         self._announce()
 
-    def _make_plan(self, module: LightningModule) -> MaskPlan:
-        workers = self._number_of_workers()
-        _require_real_parameters(module)
-        if self._given_plan is not None:
-            plan = MaskPlan.load(self._given_plan) if isinstance(self._given_plan, str) else self._given_plan
-            if self.world_size % plan.num_subnetworks:
-                raise ValueError(
-                    f"plan is for {plan.num_subnetworks} workers, which does not divide the {self.world_size} processes."
-                )
-            return plan.fit(module)
-        record = self._checkpoint_record or {}
-        if record.get("settings") == self._settings(workers):
-            return MaskPlan.from_json(record["plan"]).fit(module)
-        return MaskPlan.build(
-            module,
-            num_subnetworks=workers,
-            granularity=self.granularity,
-            coverage=self.coverage,
-            components=self.components,
-            keep=self.keep,
-            keep_ends=self.keep_ends,
-            balance=self.balance,
-            seed=self.seed,
-        )
-
-    def _number_of_workers(self) -> int:
-        world = self.world_size
-        if self.num_subnetworks == "auto":
-            workers = max(n for n in range(1, 9) if world % n == 0)
-            if workers == 1 and world > 1:
-                rank_zero_warn(
-                    f"num_subnetworks='auto' found no divisor of {world} processes between 2 and 8: every process trains "
-                    "the whole model. Use another number of processes, or set num_subnetworks."
-                )
-            return workers
-        if world % self.num_subnetworks:
-            raise ValueError(
-                f"num_subnetworks={self.num_subnetworks} does not divide the {world} processes: each worker needs the "
-                "same number of them."
-            )
-        return self.num_subnetworks
-
-    def _settings(self, workers: int) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in _SETTINGS} | {"num_subnetworks": workers}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-
     def _refuse_what_needs_everything(self, everywhere: bool) -> None:
         if everywhere:
             return
@@ -266,8 +222,8 @@ class SDPStrategy(DDPStrategy):
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                "precision='16-mixed' scales the loss, and ranks that hold different blocks would skip different steps. "
-                "Use precision='bf16-mixed', or coverage=1."
+                "precision='16-mixed' scales the loss, and ranks that hold different blocks would skip different "
+                "steps. Use precision='bf16-mixed', or coverage=1."
             )
 
     def _clip_over_the_world(self, held: Mapping[str, Tensor], everywhere: bool) -> None:
@@ -313,7 +269,8 @@ class SDPStrategy(DDPStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch to the device; training batches are remembered for BatchNorm."""
-        if self._recalibration is not None and not self._is_open and self.lightning_module.trainer.training:  # type: ignore[union-attr]
+        module = self.lightning_module
+        if self._recalibration is not None and not self._is_open and module is not None and module.trainer.training:
             self._recalibration.record(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -399,31 +356,17 @@ class SDPStrategy(DDPStrategy):
 
     def _update_statistics(self) -> None:
         """Re-estimates BatchNorm's statistics for the open full model if training went on; collective."""
-        buffers, groups, module = self._buffers, self._groups, self.lightning_module
-        assert buffers is not None and groups is not None and module is not None
-        if not self._stale_statistics or not buffers.widths:
-            return
-        local = {}
-        if self._recalibration is not None:
-            local = self._recalibration.estimate(module.trainer, module, list(buffers.widths))
-        with torch.inference_mode(False), torch.no_grad():
-            statistics = combine_over_ranks(local, buffers.widths, groups.world_group, groups.device)
-            if not statistics:
-                if self._recalibration is None or not self._recalibration.has_batches:
-                    rank_zero_warn(
-                        "BatchNorm's statistics for the full model are the mean of its subnetworks' (no training batches "
-                        "to re-estimate them, or recalibrate_batchnorm=0), which rarely fits: expect a worse evaluation."
-                    )
-                statistics = buffers.holders_mean()
-            buffers.set_full(statistics)
-        self._stale_statistics = False
+        assert self._buffers is not None and self.lightning_module is not None
+        if self._stale_statistics and self._buffers.widths:
+            update_statistics(self._buffers, self._recalibration, self.lightning_module)
+            self._stale_statistics = False
 
     # checkpoints
 
     def plan_record(self) -> dict[str, Any]:
         """What a checkpoint remembers of the plan, so that a resumed run keeps it."""
         assert self.plan is not None
-        return {"plan": self.plan.to_json(), "settings": self._settings(self.plan.num_subnetworks)}
+        return self.settings.record(self.plan)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective while training, and complete on rank 0.
@@ -434,8 +377,8 @@ class SDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self._lost:
             raise RuntimeError(
-                f"The model is incomplete: training was interrupted, and {self._lost[0]!r} and {len(self._lost) - 1} more "
-                "tensors were held by other processes. Load the last checkpoint instead."
+                f"The model is incomplete: training was interrupted, and {self._lost[0]!r} and {len(self._lost) - 1} "
+                "more tensors were held by other processes. Load the last checkpoint instead."
             )
         if self._full is None:
             return self.lightning_module.state_dict()
@@ -476,8 +419,8 @@ class SDPStrategy(DDPStrategy):
         if self._incomplete:
             self._incomplete = False
             warnings.warn(
-                f"No checkpoint was written to {filepath}: after an exception the other processes cannot be asked for what "
-                "they hold.",
+                f"No checkpoint was written to {filepath}: after an exception the other processes cannot be asked "
+                "for what they hold.",
                 stacklevel=2,
             )
             return
@@ -502,7 +445,7 @@ class SDPStrategy(DDPStrategy):
         """Nothing to add: messages are clear where they are raised."""
 
     def teardown(self) -> None:
-        """Leaves the module whole on every rank, or after a failure with its full structure, and frees what was ours."""
+        """Leaves the module whole on every rank, after a failure with its structure whole; frees what was ours."""
         if self._full is not None and not self._interrupted:
             self.open_full_model()
         super().teardown()
@@ -516,19 +459,6 @@ class SDPStrategy(DDPStrategy):
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         self._checkpoint_record = None
         self._reset()
-
-
-def _one_of(argument: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{argument}={value!r} is unknown: choose {' or '.join(map(repr, choices))}.")
-
-
-def _require_real_parameters(module: LightningModule) -> None:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, torch.nn.UninitializedParameter):
-            raise ValueError(f"Parameter {name!r} is not initialized yet: run one batch through the model before training.")
-        if parameter.is_meta:
-            raise ValueError(f"Parameter {name!r} is on the meta device: materialize the model before training.")
 
 
 def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:

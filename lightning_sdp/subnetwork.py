@@ -4,9 +4,9 @@
 A missing block stays in the module tree, hollow: its modules keep their names, their order, their attributes and their
 train or eval mode, but their parameters and buffers are None, hooks on the block are set aside, and its forward is the
 skip path. The block takes a subclass of its own class for that, as torch's FSDP2 does, so that lists, closures and
-`isinstance` of the user still hold. Missing Parameter objects keep their identity too: their data becomes a stand-in, one
-NaN expanded to the full shape, which takes no memory, which an optimizer accepts, and which nobody can mistake for a
-weight. `attach` and `detach` switch between the full structure and the carved one without touching any data.
+`isinstance` of the user still hold. Missing Parameter objects keep their identity too: their data becomes a stand-in,
+one NaN expanded to the full shape, which takes no memory, which an optimizer accepts, and which nobody can mistake for
+a weight. `attach` and `detach` switch between the full structure and the carved one without touching any data.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Subnetwork:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         for submodule in module.modules():
             for tree in (submodule._parameters, submodule._buffers):
-                self._places += [(tree, key, by_id[id(t)]) for key, t in tree.items() if t is not None and id(t) in by_id]
+                self._places += [
+                    (tree, key, by_id[id(t)]) for key, t in tree.items() if t is not None and id(t) in by_id
+                ]
 
     def carve(self, device: torch.device | None = None) -> None:
         """Frees the data of what is missing and detaches it.

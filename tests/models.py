@@ -72,7 +72,9 @@ class Net(LightningModule):
         self.save_hyperparameters()
         self.kind, self.optimizer, self.groups = kind, optimizer, groups
         if kind == "conv":
-            self.stem: nn.Module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+            self.stem: nn.Module = nn.Sequential(
+                nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()
+            )
             widths = [4, 4, 6, 6, 8, 8][: blocks + 1]
             self.blocks = nn.ModuleList(ConvBlock(a, b) for a, b in zip(widths, widths[1:], strict=False))
             self.head = nn.Linear(widths[-1], CLASSES)
@@ -118,7 +120,10 @@ class Net(LightningModule):
         params: Any = [p for _, p in named]
         if self.groups:
             decay = [p for n, p in named if n.endswith("weight")]
-            params = [{"params": decay, "weight_decay": 0.1}, {"params": [p for n, p in named if not n.endswith("weight")]}]
+            params = [
+                {"params": decay, "weight_decay": 0.1},
+                {"params": [p for n, p in named if not n.endswith("weight")]},
+            ]
         if self.optimizer == "adamw":
             return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
         return torch.optim.SGD(params, lr=0.1, momentum=0.9 if self.optimizer == "momentum" else 0.0)

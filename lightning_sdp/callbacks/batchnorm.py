@@ -12,23 +12,23 @@ import torch.nn as nn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_sdp._compat import BatchNorm, Metric, metric_counters
-
-LocalStatistics = dict[str, tuple[Tensor, Tensor, float]]
+from lightning_sdp.sync.buffers import BufferSync, Weighted
 
 
 class BatchNormRecalibration(Callback):
     """Remembers the latest training batches, and runs them through the full model to re-estimate its statistics.
 
-    Under forward masking each worker's running statistics describe its own subnetwork, not the full model. Before the full
-    model is evaluated or saved, and if a training step was made since the last time, each rank runs its latest batches
-    through ``training_step`` of the full model in train mode without gradients; the statistics are averaged over these
-    batches, as `torch.optim.swa_utils.update_bn` does, and combined over the ranks. Nothing else changes: logging,
-    optimizers, metrics, other buffers and the random state are protected.
+    Under forward masking each worker's running statistics describe its own subnetwork, not the full model. Before the
+    full model is evaluated or saved, and if a training step was made since the last time, each rank runs its latest
+    batches through ``training_step`` of the full model in train mode without gradients; the statistics are averaged
+    over these batches, as `torch.optim.swa_utils.update_bn` does, and combined over the ranks. Nothing else changes:
+    logging, optimizers, metrics, other buffers and the random state are protected.
 
     `SDPStrategy` adds it where the model has BatchNorm; add it yourself to choose the number of batches.
 
@@ -63,12 +63,13 @@ class BatchNormRecalibration(Callback):
         self._arrived = batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keeps the batch that arrived, and which modules are in train mode."""
         if self._arrived is not None:
             self._latest.append((self._arrived, batch_idx))
         self._arrived = None
         self._modes = {module: module.training for module in pl_module.modules()}
 
-    def estimate(self, trainer: Trainer, module: LightningModule, names: list[str]) -> LocalStatistics:
+    def estimate(self, trainer: Trainer, module: LightningModule, names: list[str]) -> dict[str, Weighted]:
         """Statistics of the open full model on this rank's latest batches; local.
 
         Args:
@@ -94,6 +95,7 @@ class BatchNormRecalibration(Callback):
             return {name: _statistics(norm) for name, norm in norms.items()}
 
     def _run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keeps the batch that arrived, and which modules are in train mode."""
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         args = (batch, batch_idx)
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -107,6 +109,29 @@ class BatchNormRecalibration(Callback):
             ) from error
 
 
+def update_statistics(
+    buffers: BufferSync, recalibration: BatchNormRecalibration | None, module: LightningModule
+) -> None:
+    """Gives the open full model statistics that fit it: re-estimated, or else its holders' mean; collective.
+
+    Args:
+        buffers: The module's buffers.
+        recalibration: Estimates on this rank's latest batches; ``None`` where that is off.
+        module: The full model.
+    """
+    local = {} if recalibration is None else recalibration.estimate(module.trainer, module, list(buffers.widths))
+    with torch.inference_mode(False), torch.no_grad():
+        statistics = buffers.combine(local)
+        if not statistics:
+            if recalibration is None or not recalibration.has_batches:
+                rank_zero_warn(
+                    "BatchNorm's statistics for the full model are the mean of its subnetworks' (no training batches "
+                    "to re-estimate them, or recalibrate_batchnorm=0), which rarely fits: expect a worse evaluation."
+                )
+            statistics = buffers.holders_mean()
+        buffers.set_full(statistics)
+
+
 def _statistics(norm: nn.Module) -> tuple[Tensor, Tensor, float]:
     assert isinstance(norm, BatchNorm)
     assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
@@ -116,7 +141,7 @@ def _statistics(norm: nn.Module) -> tuple[Tensor, Tensor, float]:
 @contextmanager
 def _collecting(norms: dict[str, nn.Module]) -> Iterator[None]:
     """BatchNorm modules start anew and average over what they see; their momentum and counters come back."""
-    saved = {norm: (norm.momentum, norm.num_batches_tracked.clone()) for norm in norms.values()}  # type: ignore[operator]
+    saved = {n: (n.momentum, n.num_batches_tracked.clone()) for n in norms.values()}  # type: ignore[operator]
     for norm in norms.values():
         norm.reset_running_stats()  # type: ignore[operator]
         norm.momentum = None  # type: ignore[assignment]
@@ -145,7 +170,9 @@ def _state_restored(module: LightningModule) -> Iterator[None]:
     modes = {submodule: submodule.training for submodule in module.modules()}
     buffers = {b: b.clone() for m in module.modules() if not isinstance(m, BatchNorm) for b in m.buffers(recurse=False)}
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    states = [({k: _copied(v) for k, v in m.metric_state.items()}, metric_counters(m)) for m in metrics]
+    states: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({k: _copied(v) for k, v in m.metric_state.items()}, metric_counters(m)) for m in metrics
+    ]
     try:
         yield
     finally:
@@ -185,9 +212,8 @@ def _silenced(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     if not module.automatic_optimization:
         for name in ("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
             patches[name] = _nothing
-        optimizers, schedulers = module.optimizers(), module.lr_schedulers()
-        patches["optimizers"] = lambda *_, **__: [_Inert() for _ in optimizers] if _many(optimizers) else _Inert()
-        patches["lr_schedulers"] = lambda *_, **__: [_Inert() for _ in schedulers] if _many(schedulers) else _Inert()
+        patches["optimizers"] = _inert_like(module.optimizers())
+        patches["lr_schedulers"] = _inert_like(module.lr_schedulers())
     loggers, stage = trainer.loggers, trainer.state.stage
     module.__dict__.update(patches)
     trainer.loggers = [DummyLogger() for _ in loggers]
@@ -201,5 +227,6 @@ def _silenced(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         trainer.state.stage = stage
 
 
-def _many(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
+def _inert_like(value: Any) -> Callable[..., Any]:
+    inert = [_Inert() for _ in value] if isinstance(value, (list, tuple)) else _Inert()
+    return lambda *_, **__: inert

@@ -26,22 +26,21 @@ class ForwardMasking(Callback):
         strategy.open_for_evaluation()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the full model."""
         self._open(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open(trainer)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the full model."""
         self._open(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Closes the full model after the sanity check."""
         trainer.strategy.close_full_model()  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the full model for good."""
         trainer.strategy.open_full_model()  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the plan to the checkpoint."""
         checkpoint[CHECKPOINT_KEY] = trainer.strategy.plan_record()  # type: ignore[attr-defined]

@@ -3,11 +3,12 @@
 [Note: What a skip path is]
 The forward of one module is traced symbolically (torch.fx) with every child as a leaf, so that a few nodes remain.
 Seen backwards from the output, the skip path runs over additions and parameter-free functions of one input to an
-argument of the forward: ``x + f(x)``, ``relu(x + f(x))``, ``x + f(x) + g(x)``. Where an addition has no such operand, one
-of its operands may be a projection: modules in a row, applied to the argument, and fewer of them than in the other
+argument of the forward: ``x + f(x)``, ``relu(x + f(x))``, ``x + f(x) + g(x)``. Where an addition has no such operand,
+one of its operands may be a projection: modules in a row, applied to the argument, and fewer of them than in the other
 operand (a ResNet's ``downsample``). What is added has to depend on the argument's values: positions or a bias are no
 branch. A module with parameters *after* the addition (a post-norm) or any other function ends the search: such a module
-stays whole. Innermost modules win, so that a whole network that adds its input to its output does not count as one block.
+stays whole. Innermost modules win, so that a whole network that adds its input to its output does not count as one
+block.
 """
 
 from __future__ import annotations
@@ -50,22 +51,38 @@ class Block:
 
 
 class _LeafTracer(fx.Tracer):
-    """Traces one module: children are leaves, variadic arguments are empty, and assertions hold."""
-
-    trace_asserts = True
+    """Traces one module: children are leaves, and variadic arguments are empty."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return iter(()) if _is_variadic(obj.node) else super().iter(obj)
-
-    def keys(self, obj: fx.Proxy) -> Any:
-        return () if _is_variadic(obj.node) else super().keys(obj)
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        variadic = node.op == "placeholder" and str(node.target).startswith("*")
+        return _Nothing(node, self) if variadic else super().proxy(node)
 
 
-def _is_variadic(node: fx.Node) -> bool:
-    return node.op == "placeholder" and str(node.target).startswith("*")
+class _Nothing(fx.Proxy):
+    """``*args`` or ``**kwargs`` of a call without such arguments."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def keys(self) -> Any:
+        return ()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return default
+
+    pop = get
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,8 @@ class _SkipPath:
         bound.apply_defaults()
         value = bound.arguments[self.argument]
         if self.nodes and _is_parameter_free(block, self.nodes[0]):
-            # Behind the addition a function may work in place (a ResNet's ReLU does); the block's input must not change.
+            # Behind the addition a function may work in place (a ResNet's ReLU does); the block's input must not
+            # change.
             value = value.clone()
         for node in self.nodes:
             if node.op == "call_module":
@@ -230,8 +248,9 @@ def _arguments_passed_on(output: Any) -> tuple[str | None, ...] | None:
     """For each further element of a returned tuple the argument that it is, or ``None``; ``None`` without a tuple."""
     if not isinstance(output, (tuple, list)) or not output:
         return None
-    nodes = [o if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:]]
-    return tuple(node and str(node.target) for node in nodes)
+    return tuple(
+        str(o.target) if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:]
+    )
 
 
 def trace_skip(block: nn.Module) -> Skip | str:
@@ -253,7 +272,9 @@ def trace_skip(block: nn.Module) -> Skip | str:
     try:
         output = _trace_output(block, defaults)
     except Exception as error:
-        return f"its forward cannot be traced ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        return (
+            f"its forward cannot be traced ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        )
     extra = _arguments_passed_on(output)
     if extra is not None:
         output = output[0]

@@ -117,8 +117,8 @@ def discover(
             path is not known returns its first argument where it is missing.
         keep: Glob or globs over module names that every worker holds, with everything inside them.
         keep_ends: Blocks at the ends of the stack that every worker holds: ``[first, last]`` or one number for both;
-            ``"auto"`` keeps the first and the last of six or more blocks alike, the first of six or more different ones,
-            and none of fewer.
+            ``"auto"`` keeps the first and the last of six or more blocks alike, the first of six or more different
+            ones, and none of fewer.
 
     Returns:
         The components and those that everyone keeps.

@@ -85,7 +85,7 @@ def registered_skip(module: nn.Module) -> tuple[bool, Skip | None]:
 
 
 def first_argument(module: nn.Module) -> SkipFn:
-    """The skip of an identity block: a function that returns the first argument of its forward, however it is passed."""
+    """The skip of an identity block: returns the first argument of its forward, however it is passed."""
     name = next(iter(inspect.signature(module.forward).parameters), "")
 
     def skip(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

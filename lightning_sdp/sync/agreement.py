@@ -57,7 +57,7 @@ def _difference(all_lines: list[list[str]]) -> str:
             theirs = lines[i] if i < len(lines) else "nothing"
             if mine != theirs:
                 return (
-                    f"The model or its mask plan differs between ranks: where rank 0 has {mine}, rank {rank} has {theirs}. "
-                    "Build the same model with the same strategy arguments on every rank."
+                    f"The model or its mask plan differs between ranks: where rank 0 has {mine}, rank {rank} has "
+                    f"{theirs}. Build the same model with the same strategy arguments on every rank."
                 )
     raise AssertionError("the digests differ but the lines do not")

@@ -1,9 +1,9 @@
 """Buffers: what DDP does at full coverage, and BatchNorm's statistics of the full model below it.
 
 [Note: Whose statistics]
-A BatchNorm's running statistics describe the activations that it saw. Under forward masking each worker runs a network of
-its own, so that no worker's statistics, nor any mixture of them, describe the full model. They stay local while training,
-which itself uses the statistics of the batch; the full model's are kept beside them, re-estimated when needed
+A BatchNorm's running statistics describe the activations that it saw. Under forward masking each worker runs a network
+of its own, so that no worker's statistics, nor any mixture of them, describe the full model. They stay local while
+training, which itself uses the statistics of the batch; the full model's are kept beside them, re-estimated when needed
 (`BatchNormRecalibration`), and put in place whenever the full model is open or saved.
 """
 
@@ -22,6 +22,7 @@ from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.transfer import broadcast
 
 Statistics = dict[str, tuple[Tensor, Tensor]]  # name of a BatchNorm → running mean, running variance
+Weighted = tuple[Tensor, Tensor, float]  # running mean, running variance, weight
 
 
 def tracked_batchnorms(module: nn.Module) -> dict[str, nn.Module]:
@@ -29,8 +30,8 @@ def tracked_batchnorms(module: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None}
 
 
-def combine_statistics(statistics: Mapping[str, tuple[Tensor, Tensor, float]]) -> Statistics:
-    """Combines the statistics of several samples into those of their union; one sample per call of `_sums`.
+def combine_statistics(statistics: Mapping[str, Weighted]) -> Statistics:
+    """Combines the statistics of several samples into those of their union.
 
     The mean is the weighted mean of the means; the variance follows the law of total variance, the mean of the
     variances plus the variance of the means.
@@ -50,7 +51,7 @@ def combine_statistics(statistics: Mapping[str, tuple[Tensor, Tensor, float]]) -
 
 
 def combine_over_ranks(
-    local: Mapping[str, tuple[Tensor, Tensor, float]],
+    local: Mapping[str, Weighted],
     widths: Mapping[str, int],
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -177,6 +178,10 @@ class BufferSync:
             for name in self.widths
             if f"{name}.running_mean" in self._saved
         }
+        return self.combine(local)
+
+    def combine(self, local: Mapping[str, Weighted]) -> Statistics:
+        """Combines statistics over all ranks; collective. See `combine_over_ranks`."""
         return combine_over_ranks(local, self.widths, self._groups.world_group, self._groups.device)
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,10 +51,10 @@ class HolderGroups:
                 stacklevel=2,
             )
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
-        self._timeout = timeout
         for ranks in [self.world, *distinct]:
             if len(ranks) > 1 and ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+                group: Any = dist.new_group(list(ranks), timeout=timeout)  # a placeholder on ranks outside of it
+                self._groups[ranks] = group
         self.world_group = self._groups.get(self.world)
 
     def __len__(self) -> int:

@@ -1,14 +1,14 @@
 """Bucketed gradient averaging over holders, overlapped with the backward pass.
 
 [Note: How a gradient is averaged]
-Each bucket is one flat tensor. When autograd has accumulated a parameter's gradient, it is scaled by 1/|H| into its place
-in the bucket, and from then on ``param.grad`` is a view of that place: gradients are stored once. A complete bucket is
-summed over its holders while the backward pass goes on (see [Note: One global order] in schedule.py). Accumulated
-micro-batches land in the same place unscaled, and the last one scales and sends the sum.
+Each bucket is one flat tensor. When autograd has accumulated a parameter's gradient, it is scaled by 1/|H| into its
+place in the bucket, and from then on ``param.grad`` is a view of that place: gradients are stored once. A complete
+bucket is summed over its holders while the backward pass goes on (see [Note: One global order] in schedule.py).
+Accumulated micro-batches land in the same place unscaled, and the last one scales and sends the sum.
 
 [Note: None is not zero]
-Behind a bucket's gradients stands one flag per parameter: whether this rank used it. The flags are summed with the rest. A
-parameter that this rank did not use contributes zeros; if the summed flag says that another holder used it, its
+Behind a bucket's gradients stands one flag per parameter: whether this rank used it. The flags are summed with the
+rest. A parameter that this rank did not use contributes zeros; if the summed flag says that another holder used it, its
 gradient here is the average; if nobody did, it is None on all holders, and the optimizer leaves the parameter alone.
 """
 
@@ -227,8 +227,8 @@ class GradientReducer:
         self._tie_to_backward()
         if slot.ready:
             raise RuntimeError(
-                f"The gradient of {name!r} arrived twice in one backward pass. A reentrant activation checkpoint around a "
-                "module that is used twice does that: pass use_reentrant=False to it."
+                f"The gradient of {name!r} arrived twice in one backward pass. A reentrant activation checkpoint "
+                "around a module that is used twice does that: pass use_reentrant=False to it."
             )
         bucket = slot.bucket
         if grad is slot.view:

@@ -206,9 +206,7 @@ def held_bytes(kind: str, coverage: float) -> dict[str, Any]:
             states = trainer.optimizers[0].state.values()
             held["optimizer"] = storages([v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim()])
 
-    trainer(world, strategy, max_epochs=1, callbacks=[Count()]).fit(
-        net, loader(batches(kind, rank, 2, torch.float32))
-    )
+    trainer(world, strategy, max_epochs=1, callbacks=[Count()]).fit(net, loader(batches(kind, rank, 2, torch.float32)))
     plan = strategy.plan
     assert plan is not None and plan.sizes is not None and plan.shared_size is not None
     numel = plan.shared_size + sum(
@@ -226,5 +224,3 @@ def test_a_worker_holds_what_its_components_sum_to(pool, world: int, coverage: f
         total = held["parameters"] + held["gradients"] + held["optimizer"]
         assert abs(total / (4 * planned) - 1) < 0.02, result
         assert abs(held["parameters"] / planned - 1) < 0.02 and abs(held["optimizer"] / (2 * planned) - 1) < 0.02
-
-

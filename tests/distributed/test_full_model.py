@@ -37,7 +37,12 @@ class Stages(Callback):
         self.seen.append((hook, len(parameters), float(sum(p.detach().double().sum() for p in parameters))))
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("on_") and name.split("_")[-1] in ("start", "end") and "batch" not in name and "fit" not in name:
+        if (
+            name.startswith("on_")
+            and name.split("_")[-1] in ("start", "end")
+            and "batch" not in name
+            and "fit" not in name
+        ):
             return lambda trainer, net, *_: self._look(name, net)
         return super().__getattribute__(name)
 
@@ -59,7 +64,9 @@ def test_every_callback_of_an_evaluation_sees_the_same_full_model(pool) -> None:
     full = len(list(make("mlp").parameters()))
     hooks = [hook for hook, *_ in results[0]["seen"]]
     evaluations = [h for h in hooks if "validation" in h or "sanity" in h]
-    assert {"on_sanity_check_start", "on_sanity_check_end", "on_validation_start", "on_validation_end"} <= set(evaluations)
+    assert {"on_sanity_check_start", "on_sanity_check_end", "on_validation_start", "on_validation_end"} <= set(
+        evaluations
+    )
     for result in results:
         assert result["kept"]
         for (hook, count, total), (_, _, first) in zip(result["seen"], results[0]["seen"], strict=True):
@@ -170,7 +177,9 @@ def fit_statistics(recalibrate: int, own_callback: int = 0, freeze: bool = False
             local.update({n: b.clone() for n, b in pl_module.named_buffers()})
 
     callbacks: list[Callback] = [Local(), *([BatchNormRecalibration(own_callback)] if own_callback else [])]
-    run = trainer(world, SDPStrategy(coverage=0.5, recalibrate_batchnorm=recalibrate), max_epochs=1, callbacks=callbacks)
+    run = trainer(
+        world, SDPStrategy(coverage=0.5, recalibrate_batchnorm=recalibrate), max_epochs=1, callbacks=callbacks
+    )
     run.fit(net, loader(batches("conv", rank, 6)))
     return {"full": copied(net), "local": local, "mode": frozen.training}
 
@@ -180,9 +189,7 @@ def test_a_batchnorm_that_the_user_froze_is_left_alone(pool) -> None:
         assert not result["mode"]
         assert torch.equal(result["full"]["blocks.2.bn1.running_mean"], torch.full((6,), 0.25, dtype=torch.float64))
         assert torch.equal(result["full"]["blocks.2.bn1.running_var"], torch.full((6,), 2.0, dtype=torch.float64))
-        assert not torch.equal(
-            result["full"]["blocks.2.bn2.running_var"], torch.ones(6, dtype=torch.float64)
-        )
+        assert not torch.equal(result["full"]["blocks.2.bn2.running_var"], torch.ones(6, dtype=torch.float64))
 
 
 def test_the_number_of_batches_can_be_chosen_by_argument_or_by_callback(pool) -> None:

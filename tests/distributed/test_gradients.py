@@ -73,7 +73,9 @@ def test_conditional_blocks_equal_the_reference(pool, world: int, coverage: floa
         ref.step([[own[step]] for own in data])
     for result in results:
         for name, value in net.state_dict().items():
-            torch.testing.assert_close(result["full"][name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}")
+            torch.testing.assert_close(
+                result["full"][name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}"
+            )
             assert torch.equal(result["full"][name], results[0]["full"][name]), name
 
 
@@ -159,7 +161,9 @@ def test_frozen_parameters_take_no_bucket_and_join_when_they_thaw(pool) -> None:
         assert torch.equal(result["full"]["stem.weight"], initial["stem.weight"])
         assert (grew[rank] > 0) == (rank in holders and len(holders) > 1)
         for name, value in net.state_dict().items():
-            torch.testing.assert_close(result["full"][name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}")
+            torch.testing.assert_close(
+                result["full"][name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}"
+            )
 
 
 class Tied(Net):
@@ -246,7 +250,9 @@ def storage() -> dict[str, Any]:
                 if p.grad is not None and len(strategy._groups.holders(name)) > 1:  # type: ignore[union-attr]
                     seen[name] = p.grad.untyped_storage().data_ptr() in flats
 
-    trainer(world, strategy, max_epochs=1, callbacks=[Look()]).fit(net, loader(switched_batches(rank, 2, "only rank 0")))
+    trainer(world, strategy, max_epochs=1, callbacks=[Look()]).fit(
+        net, loader(switched_batches(rank, 2, "only rank 0"))
+    )
     hooks = [n for n, p in net.named_parameters() if p._post_accumulate_grad_hooks]
     return {"in_bucket": seen, "hooks": hooks}
 

@@ -24,9 +24,15 @@ def check(
         assert list(result["full"]) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(
-                result["full"][name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}"
+                result["full"][name],
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}",
             )
-            assert torch.equal(result["full"][name], results[0]["full"][name]), f"{name}: rank {rank} differs from rank 0"
+            assert torch.equal(result["full"][name], results[0]["full"][name]), (
+                f"{name}: rank {rank} differs from rank 0"
+            )
     plan = ref.plan
     holders = plan.tensor_holders()
     for name, _ in make(kind, **model).named_parameters():
@@ -81,9 +87,7 @@ def test_two_optimizer_groups_keep_their_settings(pool) -> None:
 def test_small_buckets_change_nothing(pool) -> None:
     options = {"gradient_clip_val": 0.05}
     big = check(pool, 3, 3, {"coverage": 0.67}, "mlp", **options)
-    small = pool(3).run(
-        fit_rank, {"coverage": 0.67, "bucket_cap_mb": 0.0005}, "mlp", 10, {}, **options
-    )
+    small = pool(3).run(fit_rank, {"coverage": 0.67, "bucket_cap_mb": 0.0005}, "mlp", 10, {}, **options)
     for a, b in zip(big, small, strict=True):
         for name in a["full"]:
             torch.testing.assert_close(a["full"][name], b["full"][name], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,129 @@
+"""MaskSettings: what a user asks for, and the plan that follows for a model and a world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.nn as nn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lightning_sdp.components.discovery import GRANULARITIES, KeepEnds
+from lightning_sdp.plan import BALANCES, MaskPlan, check_shares
+
+MASKINGS = ("forward",)
+_PLAN_FIELDS = ("granularity", "coverage", "components", "keep", "keep_ends", "seed")
+
+
+@dataclass(frozen=True)
+class MaskSettings:
+    """The masking arguments of a strategy; see `SDPStrategy` for their meaning.
+
+    Raises:
+        ValueError: An argument is not understood.
+    """
+
+    granularity: str = "block"
+    masking: str = "forward"
+    coverage: float | Sequence[float] = 0.5
+    num_subnetworks: int | Literal["auto"] = "auto"
+    components: str | Sequence[str] | None = None
+    keep: str | Sequence[str] = ()
+    keep_ends: KeepEnds = "auto"
+    balance: str = "params"
+    plan: str | MaskPlan | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("granularity", self.granularity, GRANULARITIES)
+        one_of("masking", self.masking, MASKINGS)
+        one_of("balance", self.balance, BALANCES)
+        check_shares(self.coverage)
+        workers = self.num_subnetworks
+        if workers != "auto" and (type(workers) is not int or workers < 1):
+            raise ValueError(f"num_subnetworks={workers!r} must be a positive number of workers or 'auto'.")
+
+    def make_plan(self, module: nn.Module, world_size: int, record: Mapping[str, Any] | None = None) -> MaskPlan:
+        """The plan for a model and a number of processes.
+
+        Args:
+            module: The full model.
+            world_size: Number of processes.
+            record: What a checkpoint remembers of its plan. With the same settings its plan is used again, so that new
+                cost figures never change a running experiment.
+
+        Raises:
+            ValueError: The settings do not fit the model or the world.
+        """
+        _require_real_parameters(module)
+        if self.plan is not None:
+            plan = MaskPlan.load(self.plan) if isinstance(self.plan, str) else self.plan
+            if world_size % plan.num_subnetworks:
+                raise ValueError(
+                    f"plan is for {plan.num_subnetworks} workers, which does not divide the {world_size} processes."
+                )
+            return plan.fit(module)
+        workers = self.workers(world_size)
+        if record is not None and record.get("settings") == self._plan_settings(workers):
+            return MaskPlan.from_json(record["plan"]).fit(module)
+        return MaskPlan.build(
+            module,
+            num_subnetworks=workers,
+            granularity=self.granularity,
+            coverage=self.coverage,
+            components=self.components,
+            keep=self.keep,
+            keep_ends=self.keep_ends,
+            balance=self.balance,
+            seed=self.seed,
+        )
+
+    def workers(self, world_size: int) -> int:
+        """The number of workers N in a world.
+
+        Raises:
+            ValueError: ``num_subnetworks`` does not divide the world.
+        """
+        if self.num_subnetworks == "auto":
+            workers = max(n for n in range(1, 9) if world_size % n == 0)
+            if workers == 1 and world_size > 1:
+                rank_zero_warn(
+                    f"num_subnetworks='auto' found no divisor of {world_size} processes between 2 and 8: every process "
+                    "trains the whole model. Use another number of processes, or set num_subnetworks."
+                )
+            return workers
+        if world_size % self.num_subnetworks:
+            raise ValueError(
+                f"num_subnetworks={self.num_subnetworks} does not divide the {world_size} processes: each worker needs "
+                "the same number of them."
+            )
+        return self.num_subnetworks
+
+    def record(self, plan: MaskPlan) -> dict[str, Any]:
+        """What a checkpoint remembers of the plan: plain values, so that it loads without this package."""
+        return {"plan": plan.to_json(), "settings": self._plan_settings(plan.num_subnetworks)}
+
+    def _plan_settings(self, workers: int) -> dict[str, Any]:
+        settings = {name: getattr(self, name) for name in _PLAN_FIELDS} | {"num_subnetworks": workers}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+
+def one_of(argument: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuses a value that is not one of the choices.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r} is unknown: choose {' or '.join(map(repr, choices))}.")
+
+
+def _require_real_parameters(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} is not initialized yet: run a batch through the model before training."
+            )
+        if parameter.is_meta:
+            raise ValueError(f"Parameter {name!r} is on the meta device: materialize the model before training.")
