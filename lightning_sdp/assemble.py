@@ -227,7 +227,6 @@ class OptimizerLayout:
 
     def _send_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         group, device = self._groups.world_group, self._groups.device
-        assert group is not None
         tensors = {f"{n}/{k}": v for n, entry in states.items() for k, v in entry.items() if isinstance(v, Tensor)}
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         values = {n: {k: v for k, v in e.items() if not isinstance(v, Tensor)} for n, e in states.items()}
@@ -236,7 +235,6 @@ class OptimizerLayout:
 
     def _receive_state(self, source: int) -> dict[int, dict[str, Any]]:
         group, device = self._groups.world_group, self._groups.device
-        assert group is not None
         message: list[Any] = [None, None]
         dist.recv_object_list(message, source, group=group, device=device)
         shapes, states = message

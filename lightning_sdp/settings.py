@@ -56,7 +56,6 @@ class MaskSettings:
         Raises:
             ValueError: The settings do not fit the model or the world.
         """
-        _require_real_parameters(module)
         if self.plan is not None:
             plan = MaskPlan.load(self.plan) if isinstance(self.plan, str) else self.plan
             if world_size % plan.num_subnetworks:
@@ -119,7 +118,12 @@ def one_of(argument: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{argument}={value!r} is unknown: choose {' or '.join(map(repr, choices))}.")
 
 
-def _require_real_parameters(module: nn.Module) -> None:
+def require_real_parameters(module: nn.Module) -> None:
+    """Refuses a module whose parameters have no data.
+
+    Raises:
+        ValueError: A parameter is on the meta device or not initialized yet.
+    """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(

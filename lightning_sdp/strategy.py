@@ -29,7 +29,7 @@ from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_grad_norm_
-from lightning_sdp.settings import MaskSettings, one_of
+from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import BufferSync
@@ -144,6 +144,7 @@ class SDPStrategy(DDPStrategy):
         self._lost: tuple[str, ...] = ()
         self._incomplete = False
         self.plan = None
+        self._layout: OptimizerLayout | None = None  # outlives a run: the user may save a checkpoint after it
         self._reset()
 
     def _reset(self) -> None:
@@ -153,7 +154,6 @@ class SDPStrategy(DDPStrategy):
         self._buffers: BufferSync | None = None
         self._full: FullModel | None = None
         self._reducer: GradientReducer | None = None
-        self._layout: OptimizerLayout | None = None
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
 
@@ -172,12 +172,13 @@ class SDPStrategy(DDPStrategy):
         Raises:
             ValueError: On every rank: the arguments do not fit the model or the world.
         """
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        assert self.accelerator is not None and self.lightning_module is not None
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        require_real_parameters(module)
         if not fitting and self.eval_model == "full":
             super().setup(trainer)
             return
-        assert self.accelerator is not None and self.lightning_module is not None
-        module = self.lightning_module
+        self._lost, self._layout = (), None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         self.plan = agree(
@@ -365,8 +366,7 @@ class SDPStrategy(DDPStrategy):
 
     def plan_record(self) -> dict[str, Any]:
         """What a checkpoint remembers of the plan, so that a resumed run keeps it."""
-        assert self.plan is not None
-        return self.settings.record(self.plan)
+        return {} if self.plan is None else self.settings.record(self.plan)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective while training, and complete on rank 0.

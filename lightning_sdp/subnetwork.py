@@ -88,6 +88,7 @@ class Subnetwork:
         tensors: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
         self.missing = {part.name: tensors[part.name] for component in lacking for part in component.slices}
         self.attached = True
+        self._device: torch.device | None = None
         blocks = [(c.name, module.get_submodule(c.name)) for c in lacking]
         self._blocks = [_HollowBlock(block, named_block(name, block).skip) for name, block in blocks]
         by_id = {id(tensor): tensor for tensor in self.missing.values()}

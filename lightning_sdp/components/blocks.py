@@ -248,9 +248,7 @@ def _arguments_passed_on(output: Any) -> tuple[str | None, ...] | None:
     """For each further element of a returned tuple the argument that it is, or ``None``; ``None`` without a tuple."""
     if not isinstance(output, (tuple, list)) or not output:
         return None
-    return tuple(
-        str(o.target) if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:]
-    )
+    return tuple(str(o.target) if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:])
 
 
 def trace_skip(block: nn.Module) -> Skip | str:

@@ -74,8 +74,9 @@ class HolderGroups:
         return self._groups[ranks]
 
     def destroy(self) -> None:
-        """Frees the groups; local, so that it is safe after a failure."""
+        """Frees the groups; local, so that it is safe after a failure. What comes later uses the default group."""
         for ranks, group in self._groups.items():
             if self.rank in ranks and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()
+        self.world_group = None

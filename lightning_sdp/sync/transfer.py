@@ -51,14 +51,16 @@ def broadcast(
     return received
 
 
-def send(tensors: Mapping[str, Tensor], destination: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def send(
+    tensors: Mapping[str, Tensor], destination: int, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
     """Sends named tensors to one rank, which has to call `receive` with tensors of the same names and shapes."""
     for names in _by_dtype(tensors).values():
         dist.send(_pack([tensors[name] for name in names], device), destination, group=group)
 
 
 def receive(
-    like: Mapping[str, Tensor], source: int, group: dist.ProcessGroup, device: torch.device
+    like: Mapping[str, Tensor], source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, Tensor]:
     """Receives what another rank sends with `send`; returns new tensors in host memory."""
     received: dict[str, Tensor] = {}

@@ -56,6 +56,8 @@ def fit_and_save(
     )  # fmt: skip
     options: dict[str, Any] = {"ckpt_path": resume, "weights_only": False} if resume else {}
     run.fit(net, loader(batches(kind, rank, per_epoch)), **options)
+    if save_at is not None:
+        run.save_checkpoint(f"{directory}/after-fit.ckpt")
     return {"full": {k: v.clone() for k, v in net.state_dict().items()}, "lr": run.optimizers[0].param_groups[0]["lr"],
             "plan": strategy.plan.to_json(), "step": run.global_step}  # type: ignore[union-attr]  # fmt: skip
 
@@ -100,6 +102,18 @@ def test_a_checkpoint_equals_that_of_the_reference(pool, tmp_path: Path, kind: s
         assert list(mine["state"][number]) == list(state)
         for key, value in state.items():
             torch.testing.assert_close(mine["state"][number][key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_checkpoint_saved_after_fit_equals_the_one_saved_in_it(pool, tmp_path: Path) -> None:
+    pool(3).run(fit_and_save, str(tmp_path), "mlp", 4, 4, None, coverage=0.34)
+    during, after = (torch.load(tmp_path / name, weights_only=True) for name in ("mlp-4.ckpt", "after-fit.ckpt"))
+    assert same_state(during["state_dict"], after["state_dict"])
+    assert during["lightning_sdp"] == after["lightning_sdp"]
+    a, b = during["optimizer_states"][0], after["optimizer_states"][0]
+    assert a["param_groups"] == b["param_groups"] and list(a["state"]) == list(b["state"])
+    assert len(a["state"]) == len(list(scheduled("mlp").parameters()))
+    for number in a["state"]:
+        assert same_state(a["state"][number], b["state"][number])
 
 
 def test_the_checkpoint_loads_where_this_package_is_not_installed(pool, tmp_path: Path) -> None:
