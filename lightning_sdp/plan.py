@@ -56,7 +56,7 @@ class MaskPlan:
         shared_size: Parameters outside of all components, where known.
 
     Raises:
-        ValueError: A component has no holder, or a holder is not one of the N workers.
+        ValueError: There is no component, a component has no holder, or a holder is not one of the N workers.
     """
 
     def __init__(
@@ -71,6 +71,15 @@ class MaskPlan:
         shared_size: int | None = None,
     ) -> None:
         pairs = list(holders)
+        if type(num_subnetworks) is not int or num_subnetworks < 1:
+            raise ValueError(f"num_subnetworks={num_subnetworks!r} must be a number of workers, at least 1.")
+        if not pairs:
+            raise ValueError("The plan has no component.")
+        for component, workers in pairs:
+            if not isinstance(workers, (list, tuple)) or not all(type(worker) is int for worker in workers):
+                raise ValueError(
+                    f"The plan's holders of {component.name!r} are {workers!r}: give a list of worker numbers."
+                )
         self.num_subnetworks = num_subnetworks
         self.granularity = granularity
         self.components = tuple(component for component, _ in pairs)
@@ -271,21 +280,23 @@ class MaskPlan:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"The plan is not valid JSON: {error}.") from error
+        version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
+        if version != VERSION:
+            raise ValueError(f"The plan has version {version!r}; this lightning_sdp reads version {VERSION}.")
         data = _only_keys(data, "the plan", ("version", "num_subnetworks", "granularity", "components"))
-        if data["version"] != VERSION:
-            raise ValueError(f"The plan has version {data['version']!r}; this lightning_sdp reads version {VERSION}.")
         if data["granularity"] not in GRANULARITIES:
             raise ValueError(f"The plan has granularity {data['granularity']!r}; known: {', '.join(GRANULARITIES)}.")
         pairs = []
-        for entry in data["components"]:
+        for entry in _list(data["components"], "The plan's components"):
             entry = _only_keys(entry, "a component of the plan", ("name", "kind", "storage", "slices", "holders"))
-            parts = [
-                _only_keys(s, f"a slice of {entry['name']!r}", ("name", "dim", "start", "stop"))
-                for s in entry["slices"]
-            ]
+            name = entry["name"]
+            if not isinstance(name, str):
+                raise ValueError(f"A component of the plan has the name {name!r}, which is no text.")
+            slices = _list(entry["slices"], f"The slices of {name!r}")
+            parts = [_only_keys(s, f"a slice of {name!r}", ("name", "dim", "start", "stop")) for s in slices]
             if entry["storage"] != "block" or entry["kind"] != "block" or any(s["dim"] is not None for s in parts):
-                raise ValueError(f"The plan's component {entry['name']!r} is not a whole block.")
-            component = Component(entry["name"], entry["kind"], tuple(ParamSlice(**s) for s in parts))
+                raise ValueError(f"The plan's component {name!r} is not a whole block.")
+            component = Component(name, entry["kind"], tuple(ParamSlice(**s) for s in parts))
             pairs.append((component, entry["holders"]))
         return cls(data["num_subnetworks"], pairs, granularity=data["granularity"])
 
@@ -301,10 +312,11 @@ class MaskPlan:
             ValueError: The file cannot be read or is not a plan.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"plan={str(path)!r} cannot be read: {error.strerror}.") from error
-        return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"plan={str(path)!r} is not a plan: {error}") from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MaskPlan) and self.to_json() == other.to_json()
@@ -381,6 +393,12 @@ def _only_keys(data: Any, what: str, keys: tuple[str, ...]) -> dict[str, Any]:
     if odd:
         state = "an unknown" if odd[0] in data else "no"
         raise ValueError(f"{what[0].upper()}{what[1:]} has {state} key {odd[0]!r}; its keys are {', '.join(keys)}.")
+    return data
+
+
+def _list(data: Any, what: str) -> list[Any]:
+    if not isinstance(data, list):
+        raise ValueError(f"{what} are {data!r}, which is no list.")
     return data
 
 

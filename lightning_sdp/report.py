@@ -16,7 +16,7 @@ _MAX_COLUMNS = 16
 def format_count(number: float) -> str:
     """A number with three significant digits and a unit: ``11.2M``."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= scale:
+        if abs(number) >= 0.9995 * scale:  # what would be rounded up to it
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"
 

@@ -186,13 +186,13 @@ class SDPStrategy(DDPStrategy):
             lambda plan: _fingerprint(plan, module),
         )
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
+        self._groups = groups
         everywhere = all(ranks == groups.world for ranks in groups.component_holders.values())
         self._refuse_what_needs_everything(everywhere)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
         share_initial_state(module, groups)
 
-        self._groups = groups
         self._buffers = BufferSync(module, groups, everywhere)
         self._subnetwork = Subnetwork(module, self.plan, self.global_rank // groups.ranks_per_worker)
         self._full = FullModel(self._subnetwork, self.plan, groups, self._buffers)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.runs import fit_rank, plan_for, reference
-from tests.models import make
+from lightning_sdp import SDPStrategy
+from tests.distributed.runs import fit_rank, plan_for, reference, trainer
+from tests.models import batches, loader, make
 
 
 def check(
@@ -111,13 +112,29 @@ def test_full_coverage_is_ddp_bit_for_bit(pool, kind: str) -> None:
         assert torch.equal(value, sdp[0]["full"][name]), name
 
 
+def fit_from_unequal_weights() -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    net = make("conv", optimizer="momentum")
+    with torch.no_grad():
+        for tensor in [*net.parameters(), *net.buffers()]:
+            tensor.add_(rank)
+    trainer(3, SDPStrategy(coverage=0.5), max_epochs=1).fit(net, loader(batches("conv", rank, 2)))
+    return dict(net.state_dict())
+
+
+def test_training_starts_from_the_weights_of_rank_zero(pool) -> None:
+    results = pool(3).run(fit_from_unequal_weights)
+    ref = reference(3, 3, {"coverage": 0.5}, "conv", 2, {"optimizer": "momentum"})
+    for result in results:
+        for name, value in ref.module.state_dict().items():
+            torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10)
+
+
 def test_reference_itself_is_plain_averaging_at_full_coverage() -> None:
     """The oracle against torch alone: at C = 1 it is large-batch training on the mean of the ranks' losses."""
     ref = reference(2, 2, {"coverage": 1.0}, "mlp", 3, {})
     net = make("mlp")
     optimizer = net.configure_optimizers()
-    from tests.models import batches
-
     data = [batches("mlp", rank, 3) for rank in range(2)]
     for step in range(3):
         optimizer.zero_grad()
