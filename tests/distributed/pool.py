@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 START_DEADLINE = 180.0  # Seconds that the ranks of a pool have to start.
-GRACE = 10.0  # Seconds that the other ranks have to finish, once one has raised.
+GRACE = 30.0  # Seconds that the other ranks have to finish, once one has raised.
 
 
 class RankError(AssertionError):

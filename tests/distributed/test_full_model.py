@@ -86,20 +86,33 @@ def test_subnetworks_are_evaluated_on_request(pool) -> None:
         assert counts["on_train_end"] == full
 
 
-def fit_with_validation(kind: str, validate: bool, strategy: str) -> dict[str, Tensor]:
+class LocalBuffers(Callback):
+    """Copies the rank's own buffers after every training batch; the last copy counts."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.buffers = {n: b.clone() for n, b in pl_module.named_buffers()}
+
+
+def fit_with_validation(kind: str, validate: bool) -> dict[str, Tensor]:
     world, rank = world_and_rank()
-    net = make(kind, optimizer="momentum")
-    chosen: Any = SDPStrategy(coverage=0.5) if strategy == "sdp" else strategy
-    options = {"val_check_interval": 2, "num_sanity_val_steps": 1} if validate else {"limit_val_batches": 0}
-    run = trainer(world, chosen, max_epochs=1, accumulate_grad_batches=3, **options)
+    net, local = make(kind, optimizer="momentum"), LocalBuffers()
+    options: dict[str, Any] = (
+        {"val_check_interval": 2, "num_sanity_val_steps": 1} if validate else {"limit_val_batches": 0}
+    )
+    run = trainer(
+        world, SDPStrategy(coverage=0.5), max_epochs=1, accumulate_grad_batches=3, callbacks=[local], **options
+    )
     run.fit(net, loader(batches(kind, rank, 7)), loader(batches(kind, rank, 2)))
-    return {n: p.detach().clone() for n, p in net.named_parameters()}
+    return {**{n: p.detach().clone() for n, p in net.named_parameters()}, **local.buffers}
 
 
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 def test_validation_in_the_middle_of_accumulation_changes_nothing(pool, kind: str) -> None:
-    without = pool(3).run(fit_with_validation, kind, False, "sdp")
-    with_it = pool(3).run(fit_with_validation, kind, True, "sdp")
+    without = pool(3).run(fit_with_validation, kind, False)
+    with_it = pool(3).run(fit_with_validation, kind, True)
     for a, b in zip(without, with_it, strict=True):
         assert same_state(a, b)
 
@@ -170,18 +183,13 @@ def fit_statistics(recalibrate: int, own_callback: int = 0, freeze: bool = False
             frozen.running_mean.fill_(0.25)
             frozen.running_var.fill_(2.0)
         frozen.eval()
-    local: dict[str, Tensor] = {}
-
-    class Local(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            local.update({n: b.clone() for n, b in pl_module.named_buffers()})
-
-    callbacks: list[Callback] = [Local(), *([BatchNormRecalibration(own_callback)] if own_callback else [])]
+    local = LocalBuffers()
+    callbacks: list[Callback] = [local, *([BatchNormRecalibration(own_callback)] if own_callback else [])]
     run = trainer(
         world, SDPStrategy(coverage=0.5, recalibrate_batchnorm=recalibrate), max_epochs=1, callbacks=callbacks
     )
     run.fit(net, loader(batches("conv", rank, 6)))
-    return {"full": copied(net), "local": local, "mode": frozen.training}
+    return {"full": copied(net), "local": local.buffers, "mode": frozen.training}
 
 
 def test_a_batchnorm_that_the_user_froze_is_left_alone(pool) -> None:

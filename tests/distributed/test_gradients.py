@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sdp import SDPReference, SDPStrategy
 from tests.distributed.runs import Held, plan_for, trainer
-from tests.models import Net, batches, loader
+from tests.models import Net, batches, loader, make
 
 
 class Switching(Net):
@@ -261,6 +261,63 @@ def test_gradients_live_in_the_buckets_and_no_hook_remains(pool) -> None:
     for result in pool(4).run(storage):
         assert result["in_bucket"] and all(result["in_bucket"].values())
         assert result["hooks"] == []
+
+
+def fit_unreached() -> dict[str, Tensor]:
+    """On rank 1 the loss reaches no parameter at all."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    class Unreached(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return batch[0].clone().requires_grad_().sum() if rank == 1 and batch_idx != 1 else loss
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        net = Unreached("mlp", optimizer="sgd").double()
+    trainer(world, SDPStrategy(coverage=0.67), max_epochs=1).fit(net, loader(batches("mlp", rank, 3)))
+    return dict(net.state_dict())
+
+
+def test_a_rank_whose_loss_reaches_no_parameter_counts_with_zero(pool) -> None:
+    results = pool(3).run(fit_unreached)
+    net = make("mlp", optimizer="sgd")
+    ref = SDPReference(net, plan_for(net, 3, {"coverage": 0.67}), net.configure_optimizers())
+    data = [batches("mlp", rank, 3) for rank in range(3)]
+    nothing = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    for step in range(3):
+        ref._loss = lambda model, batch: nothing * 1 if batch is None else model.training_step(batch, 0)
+        ref.step([[None if rank == 1 and step != 1 else data[rank][step]] for rank in range(3)])
+    for result in results:
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}")
+
+
+def count_messages(accumulate: int) -> tuple[int, int]:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    strategy, sent = SDPStrategy(coverage=1.0, bucket_cap_mb=0.001), []
+    original = torch.distributed.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(kwargs.get("async_op", False))
+        return original(tensor, *args, **kwargs)
+
+    run = trainer(world, strategy, max_epochs=1, accumulate_grad_batches=accumulate)
+    buckets: list[int] = []
+    net = Net("mlp").double()
+    net.on_train_batch_end = lambda *_: buckets.append(len(strategy._reducer._buckets))  # type: ignore
+    torch.distributed.all_reduce = counted
+    try:
+        run.fit(net, loader(batches("mlp", rank, 6)))
+    finally:
+        torch.distributed.all_reduce = original
+    return sum(sent), buckets[0]
+
+
+def test_accumulation_sends_each_bucket_once_per_step(pool) -> None:
+    for accumulate, steps in ((1, 6), (3, 2), (4, 2)):
+        for sent, buckets in pool(2).run(count_messages, accumulate):
+            assert buckets > 2 and sent == steps * buckets
 
 
 def fit_sparse() -> None:
