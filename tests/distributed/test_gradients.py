@@ -56,10 +56,11 @@ def switched_batches(rank: int, steps: int, pattern: str) -> list[Any]:
 
 def fit_switching(pattern: str, coverage: float, steps: int = 10) -> dict[str, Any]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    net, held = switching(), Held()
+    net, held, last = switching(), Held(), []
     strategy = SDPStrategy(coverage=coverage, bucket_cap_mb=0.001)
+    net.on_train_batch_end = lambda *_: last.append([s.name for s in strategy._reducer._buckets[-1].slots])  # type: ignore
     trainer(world, strategy, max_epochs=1, callbacks=[held]).fit(net, loader(switched_batches(rank, steps, pattern)))
-    return {"full": dict(net.state_dict()), "grads": held.grads}
+    return {"full": dict(net.state_dict()), "grads": held.grads, "last": last}
 
 
 @pytest.mark.parametrize("pattern", ["by rank and step", "never the second", "second from step 7", "only rank 0"])
@@ -86,6 +87,9 @@ def test_a_parameter_that_nobody_used_has_no_gradient_and_does_not_decay(pool) -
             assert result["grads"][name] is None, name
             assert torch.equal(result["full"][name], initial[name]), name
         assert result["grads"]["blocks.0.fc1.weight"] is not None
+        unused = {name for name in initial if name.startswith(("spare.", "blocks.1."))}
+        assert not unused & set(result["last"][0])
+        assert set(result["last"][-1]) <= unused, "what nobody uses moves behind everything else"
 
 
 def direct_average() -> dict[str, Tensor]:
@@ -263,14 +267,19 @@ def test_gradients_live_in_the_buckets_and_no_hook_remains(pool) -> None:
         assert result["hooks"] == []
 
 
-def fit_unreached() -> dict[str, Tensor]:
-    """On rank 1 the loss reaches no parameter at all."""
+def fit_unreached(how: str) -> dict[str, Tensor]:
+    """On rank 1 the loss reaches no parameter at all, or the user's own backward leaves it out."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     class Unreached(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
-            return batch[0].clone().requires_grad_().sum() if rank == 1 and batch_idx != 1 else loss
+            self.out = rank == 1 and batch_idx != 1
+            return batch[0].clone().requires_grad_().sum() if self.out and how == "unreached" else loss
+
+        def backward(self, loss: Tensor) -> None:
+            if not self.out or how == "unreached":
+                loss.backward()
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -279,8 +288,9 @@ def fit_unreached() -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-def test_a_rank_whose_loss_reaches_no_parameter_counts_with_zero(pool) -> None:
-    results = pool(3).run(fit_unreached)
+@pytest.mark.parametrize("how", ["unreached", "left out"])
+def test_a_rank_whose_loss_reaches_no_parameter_counts_with_zero(pool, how: str) -> None:
+    results = pool(3).run(fit_unreached, how)
     net = make("mlp", optimizer="sgd")
     ref = SDPReference(net, plan_for(net, 3, {"coverage": 0.67}), net.configure_optimizers())
     data = [batches("mlp", rank, 3) for rank in range(3)]
