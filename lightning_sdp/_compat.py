@@ -12,7 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torchmetrics import Metric
 
 __all__ = [
-    "CALL_HOOKS",
     "BatchNorm",
     "Metric",
     "after_backward",
@@ -20,17 +19,6 @@ __all__ = [
     "optimizer_to_device",
     "optimizers_to_device",
 ]
-
-# The attributes of a module that hold hooks on its call.
-CALL_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 _METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
 

@@ -2,16 +2,15 @@
 
 [Note: Hollow blocks]
 A missing block stays in the module tree, hollow: its modules keep their names, their order, their attributes and their
-train or eval mode, but their parameters and buffers are None, hooks on the block are set aside, and its forward is the
-skip path. The block takes a subclass of its own class for that, as torch's FSDP2 does, so that lists, closures and
-`isinstance` of the user still hold. Missing Parameter objects keep their identity too: their data becomes a stand-in,
-one NaN expanded to the full shape, which takes no memory, which an optimizer accepts, and which nobody can mistake for
-a weight. `attach` and `detach` switch between the full structure and the carved one without touching any data.
+train or eval mode, but their parameters and buffers are None, and calling the block runs its skip path and no hooks.
+The block takes a subclass of its own class for that, as torch's FSDP2 does, so that lists, closures and `isinstance` of
+the user still hold. Missing Parameter objects keep their identity too: their data becomes a stand-in, one NaN expanded
+to the full shape, which takes no memory, which an optimizer accepts, and which nobody can mistake for a weight.
+`attach` and `detach` switch between the full structure and the carved one without touching any data.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_sdp._compat import CALL_HOOKS
 from lightning_sdp.components import Skip, named_block
 from lightning_sdp.plan import MaskPlan
 
@@ -32,38 +30,31 @@ def stand_in(like: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 class _HollowBlock:
-    """Empties one block of its call behavior and restores it."""
+    """Takes one block's call behavior away and gives it back."""
 
     def __init__(self, block: nn.Module, skip: Skip) -> None:
         self.block = block
         self.full_class = type(block)
         self.hollow_class = _skipping(self.full_class, skip)
         self.own_forward: Any = None
-        self.hooks: dict[str, OrderedDict[int, Any]] = {}
 
     def detach(self) -> None:
-        state = self.block.__dict__
-        self.own_forward = state.pop("forward", None)
-        self.hooks = {name: state[name] for name in CALL_HOOKS if name in state}
-        for name in self.hooks:
-            state[name] = OrderedDict()
+        self.own_forward = self.block.__dict__.pop("forward", None)
         self.block.__class__ = self.hollow_class
 
     def attach(self) -> None:
-        state = self.block.__dict__
-        for name, hooks in self.hooks.items():
-            hooks.update(state[name])  # registered while the block was hollow
-            state[name] = hooks
         if self.own_forward is not None:
-            state["forward"] = self.own_forward
+            self.block.__dict__["forward"] = self.own_forward
         self.block.__class__ = self.full_class
 
 
 def _skipping(cls: type[nn.Module], skip: Skip) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A subclass whose call and forward are the skip path; hooks of its modules stay registered but do not run."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return skip.function(self, *args, **kwargs)
 
-    return type(f"Missing{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})
+    return type(f"Missing{cls.__name__}", (cls,), {"__call__": call, "forward": call, "__module__": cls.__module__})
 
 
 class Subnetwork:
@@ -155,7 +146,9 @@ class Subnetwork:
         for name, tensor in self.missing.items():
             empty: Tensor = torch.empty_like(tensor, device="meta")
             if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(empty, requires_grad=tensor.requires_grad))
+                parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                parameter.__dict__.update(tensor.__dict__)
+                torch.utils.swap_tensors(tensor, parameter)
             else:
                 owner, _, key = name.rpartition(".")
                 self.module.get_submodule(owner)._buffers[key] = empty
