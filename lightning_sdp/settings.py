@@ -56,6 +56,7 @@ class MaskSettings:
         Raises:
             ValueError: The settings do not fit the model or the world.
         """
+        require_real_parameters(module)
         if self.plan is not None:
             plan = MaskPlan.load(self.plan) if isinstance(self.plan, str) else self.plan
             if world_size % plan.num_subnetworks:

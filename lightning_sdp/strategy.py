@@ -174,8 +174,8 @@ class SDPStrategy(DDPStrategy):
         """
         assert self.accelerator is not None and self.lightning_module is not None
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        require_real_parameters(module)
         if not fitting and self.eval_model == "full":
+            agree(lambda: require_real_parameters(module), lambda _: ())
             super().setup(trainer)
             return
         self._lost, self._layout = (), None
@@ -448,7 +448,11 @@ class SDPStrategy(DDPStrategy):
         """Leaves the module whole on every rank, after a failure with its structure whole; frees what was ours."""
         if self._full is not None and not self._interrupted:
             self.open_full_model()
+        module = self._lightning_module
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            self._lightning_module = None  # it would be moved to the host, but there is no data to move
         super().teardown()
+        self._lightning_module = module
         if self._subnetwork is not None and not self._is_open and self._subnetwork.missing:
             self._lost = tuple(self._subnetwork.missing)
             self._subnetwork.abandon()
