@@ -260,7 +260,9 @@ def _check_in_step() -> None:
     for group in list(dist.distributed_c10d._pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    dist.destroy_process_group(dist.new_group())  # Hangs unless the ranks have made the same number of groups.
+    group = dist.new_group()  # Hangs unless the ranks have made the same number of groups.
+    dist.barrier(group)  # A rank that destroyed the group at once would break the connections that others still make.
+    dist.destroy_process_group(group)
 
 
 def _keep_dumping_stacks(path: str) -> None:

@@ -1,0 +1,1 @@
+"""Examples; run them as modules from the root of the checkout."""

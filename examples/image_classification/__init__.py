@@ -1,0 +1,1 @@
+"""A ResNet on small images under Subnetwork Data Parallelism."""

@@ -1,0 +1,177 @@
+"""What an exception leaves behind, and that one on a single rank ends the whole job."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_sdp import SDPStrategy
+from tests.distributed import program
+from tests.distributed.pool import Pool, launch
+from tests.distributed.runs import trainer
+from tests.models import MLPBlock, Net, batches, loader, make
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_exception_on_one_rank_ends_the_job(rank: int) -> None:
+    start = time.monotonic()
+    command = [sys.executable, str(Path(program.__file__)), "sdp", "2", "1", str(rank)]
+    result = launch(command, world=2, check=False, deadline=60)
+    assert time.monotonic() - start < 60
+    assert result.returncode != 0
+    assert f"ValueError: the data of rank {rank} is spoiled" in result.stdout
+    assert "No checkpoint was written to" in result.stdout
+    assert re.search(r"^(rank|process) \d", result.stdout, re.MULTILINE) is None
+
+
+class Boom(Exception):
+    pass
+
+
+class Failing(Net):
+    """Raises on every rank, at the place that it is told."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__("mlp", optimizer="sgd")
+        self.place = place
+
+    def reach(self, place: str) -> None:
+        if place == self.place:
+            raise Boom(place)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.reach("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.reach("sanity check" if self.trainer.sanity_checking else "validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        self.reach("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self.reach("on_train_start")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.reach("on_before_optimizer_step")
+
+    def on_train_epoch_end(self) -> None:
+        self.reach("on_train_epoch_end")
+
+    def on_fit_end(self) -> None:
+        self.reach("on_fit_end")
+
+
+def remains(net: Net, names: list[str], identities: dict[str, int]) -> dict[str, Any]:
+    """What is left of us in a module and its process."""
+    parameters = dict(net.named_parameters())
+    hooks = [n for n, p in parameters.items() if p._post_accumulate_grad_hooks or p._backward_hooks]
+    return {
+        "whole": list(net.state_dict()) == names and all(type(block) is MLPBlock for block in net.blocks),
+        "same objects": {name: id(p) for name, p in parameters.items()} == identities,
+        "hooks": hooks,
+        "groups": len(dist.distributed_c10d._pg_map),
+        "meta": [name for name, p in parameters.items() if p.is_meta],
+        "grads on meta": [name for name, p in parameters.items() if p.is_meta and p.grad is not None],
+        "finite": all(p.isfinite().all().item() for p in parameters.values() if not p.is_meta),
+    }
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fail(place: str, sdp: dict[str, Any]) -> dict[str, Any]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(3)
+    net = Failing(place)
+    names, identities = list(net.state_dict()), {name: id(p) for name, p in net.named_parameters()}
+    run = trainer(world, SDPStrategy(**sdp), max_epochs=1, num_sanity_val_steps=1)
+    data = loader(batches("mlp", rank, 3, torch.float32)), loader(batches("mlp", 0, 1, torch.float32))
+    raised = error_of(run.fit, net, *data)
+    left = remains(net, names, identities)
+    missing = [part.name for c in run.strategy.plan.missing_on(rank) for part in c.slices]
+    saved = error_of(run.save_checkpoint, "saved.ckpt")
+    again = error_of(trainer(world, SDPStrategy(**sdp), max_epochs=1).fit, net, data[0])
+    written = Path("saved.ckpt").exists()
+    Path("saved.ckpt").unlink(missing_ok=True)
+    return {"raised": raised, "missing": missing, "saved": saved, "again": again, "written": written, **left}
+
+
+SDP = {"coverage": 0.5, "keep_ends": 0}
+CARVED = ["training_step", "on_before_optimizer_step", "on_train_start", "configure_optimizers"]
+OPEN = ["validation_step", "sanity check", "on_fit_end"]
+
+
+@pytest.mark.parametrize("place", [*CARVED, *OPEN, "on_train_epoch_end"])
+def test_exception_leaves_the_module_whole(pool: Pools, place: str) -> None:
+    for result in pool(2).run(fail, place, SDP):
+        assert result["raised"] == ("Boom", place)
+        assert result["whole"] and result["same objects"] and result["finite"]
+        assert result["hooks"] == [] and result["groups"] == 1
+        assert result["missing"]
+        assert result["grads on meta"] == []
+        assert result["meta"] in ([], result["missing"])
+        if place in CARVED:
+            assert result["meta"] == result["missing"]
+            kind, message = result["saved"]
+            assert kind == "RuntimeError" and repr(result["missing"][0]) in message
+            assert not result["written"]
+            # The blocks are gone, and so training cannot go on unnoticed.
+            assert result["again"][0] == "ValueError" and "on the meta device" in result["again"][1]
+        if place in OPEN:
+            assert result["meta"] == []
+
+
+def test_worker_that_holds_everything_loses_nothing(pool: Pools) -> None:
+    results = pool(2).run(fail, "training_step", {"coverage": [1.0, 0.5], "keep_ends": 0})
+    assert results[0]["meta"] == [] == results[0]["missing"]
+    assert results[1]["meta"] == results[1]["missing"] != []
+    assert all(result["hooks"] == [] and result["groups"] == 1 for result in results)
+
+
+def interrupt() -> dict[str, Any]:
+    """Ctrl-C on all ranks: Lightning ends the run gracefully."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    net = make("mlp", dtype=torch.float32)
+    names, identities = list(net.state_dict()), {name: id(p) for name, p in net.named_parameters()}
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+        return Net.training_step(net, batch, batch_idx)
+
+    net.training_step = step  # type: ignore[method-assign]
+    run: Trainer = trainer(world, SDPStrategy(**SDP), max_epochs=1)
+    try:
+        run.fit(net, loader(batches("mlp", rank, 3, torch.float32)))
+    except (KeyboardInterrupt, SystemExit) as error:
+        ended = type(error).__name__
+    else:
+        ended = ""
+    return {"ended": ended, "status": str(run.state.status), **remains(net, names, identities)}
+
+
+def test_interrupt_leaves_the_module_whole(pool: Pools) -> None:
+    for result in pool(2).run(interrupt):
+        assert result["ended"] and "interrupted" in result["status"].lower()
+        assert result["whole"] and result["same objects"] and result["finite"]
+        assert result["hooks"] == [] and result["groups"] == 1
