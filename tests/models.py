@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Net(LightningModule):
                 nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()
             )
             widths = [4, 4, 6, 6, 8, 8][: blocks + 1]
-            self.blocks = nn.ModuleList(ConvBlock(a, b) for a, b in zip(widths, widths[1:], strict=False))
+            self.blocks = nn.ModuleList(ConvBlock(a, b) for a, b in pairwise(widths))
             self.head = nn.Linear(widths[-1], CLASSES)
         else:
             self.stem = nn.Linear(5, WIDTH)

@@ -12,7 +12,7 @@ from torchvision import datasets, transforms
 
 _CIFAR: dict[str, Any] = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 _NUM_CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100}
-# Mean and standard deviation of the training images, per channel. Digits: brightness from 0 to 1, one channel.
+# Mean and standard deviation per channel, of values from 0 to 1.
 _STATISTICS = {
     "digits": ((0.3053,), (0.3761,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -94,7 +94,9 @@ class ImageData(LightningDataModule):
     def _cifar(self) -> dict[str, Dataset[Any]]:
         to_tensor = [transforms.ToTensor(), transforms.Normalize(*_STATISTICS[self.dataset])]
         plain = transforms.Compose(to_tensor)
-        augmented = transforms.Compose([transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), *to_tensor])
+        augmented = transforms.Compose(
+            [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), *to_tensor]
+        )
         cifar = _CIFAR[self.dataset]
         train, val = _shuffled(50_000, 45_000, 5_000)
         return {
@@ -113,13 +115,14 @@ class ImageData(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Any]:
         return self._loader("test")
 
-    def _loader(self, part: str, **options: bool) -> DataLoader[Any]:
+    def _loader(self, part: str, shuffle: bool = False, drop_last: bool = False) -> DataLoader[Any]:
         return DataLoader(
             self._parts[part],
             batch_size=self.batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            **options,
         )
 
 

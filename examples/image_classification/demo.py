@@ -59,13 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def comparison(ddp: dict[str, float], sdp: dict[str, float]) -> Table:
-    """The results side by side, the largest of any worker where workers differ."""
+    """The results side by side."""
     rows: list[tuple[str, str, Callable[[float], str]]] = [
         ("parameters held per worker", "parameters", "{:,.0f}".format),
         ("gradients + optimizer state per worker", "gradient_and_optimizer_bytes", _mib),
         ("sent per worker and step", "sent_bytes", _mib),
     ]
-    table = Table(title="Subnetwork Data Parallelism beside DDP")
+    caption = "The largest value of any worker. A block that only one worker holds is not sent."
+    table = Table(title="Subnetwork Data Parallelism beside DDP", caption=caption)
     table.add_column("")
     for column in (RUNS["ddp"], RUNS["sdp"], "SDP : DDP"):
         table.add_column(column, justify="right")

@@ -124,6 +124,7 @@ class GradientReducer:
         self._buckets: list[_FlatBucket] = []
         self._next = 0
         self._running = False
+        self._tied = False
         self._build()
 
     @property

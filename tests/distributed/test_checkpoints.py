@@ -126,8 +126,9 @@ from lightning.pytorch import Trainer
 from tests.models import Net, batches, loader
 path = {str(tmp_path / "mlp-4.ckpt")!r}
 net = Net.load_from_checkpoint(path, weights_only=False)
-assert all(torch.equal(v, torch.load(path, weights_only=True)["state_dict"][k].float()) for k, v in net.state_dict().items())
-net.double().load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+saved = torch.load(path, weights_only=True)["state_dict"]
+assert all(torch.equal(value, saved[name].float()) for name, value in net.state_dict().items())
+net.double().load_state_dict(saved)
 torch.save(net.state_dict(), {str(tmp_path / "loaded.pt")!r})
 class Scheduled(Net):
     def configure_optimizers(self):

@@ -14,7 +14,7 @@ FLOAT = 4  # bytes
 def test_demo_compares_both_strategies_and_reports_what_the_plan_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.image_classification.demo"]
     options = ["--epochs", "1", "--width", "4", "--output", str(tmp_path)]
-    done = launch([*command, *options], world=2, deadline=240)
+    done = launch([*command, *options], world=2, deadline=300)
     ddp, sdp = (json.loads((tmp_path / f"demo_{name}.json").read_text()) for name in ("ddp", "sdp"))
 
     model = ImageClassifier(10, 1, width=4)

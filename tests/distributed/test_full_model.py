@@ -118,7 +118,7 @@ def test_validation_in_the_middle_of_accumulation_changes_nothing(pool, kind: st
 
 
 class Busy(Net):
-    """Draws random numbers, keeps a metric, a counter buffer and a log in training, which recalibration must not touch."""
+    """Draws random numbers, keeps a metric, a counter and a log in training, which recalibration must not touch."""
 
     def __init__(self) -> None:
         super().__init__("conv", optimizer="momentum")

@@ -194,6 +194,7 @@ def test_usual_python_in_a_forward_is_no_obstacle(block: type[nn.Module]) -> Non
         random.seed(seed)
         module = in_sequence(block(), block())
         assert names(discover_components(module)) == ["0", "1"]
+        assert [float(block.steps) for block in module] == [0, 0]
     carve_away(module, "0")
     x = torch.randn(2, 4)
     assert module[0](x) is x
@@ -746,6 +747,8 @@ def test_global_random_streams_stay_where_they_are(monkeypatch: pytest.MonkeyPat
         raise AssertionError(f"the GPUs' streams were seeded with {seed}")
 
     module = in_sequence(_Drawing(), _Drawing(), Stack(3))
+    for seed in (torch.random.manual_seed, random.seed, np.random.seed):
+        seed(12345)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     plan = MaskPlan.build(module, num_subnetworks=2, coverage=0.5, seed=3)

@@ -34,7 +34,7 @@ def loaders(data: ImageData) -> dict[str, Any]:
 
 
 class FakeCIFAR(TensorDataset):
-    """Takes the place of torchvision's loaders, notes how they are called, and holds black images with a number each."""
+    """Takes the place of torchvision's loaders, notes how they are called, and holds a number for each image."""
 
     calls: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
 
