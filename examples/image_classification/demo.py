@@ -27,7 +27,7 @@ RUNS = {"ddp": "DDP", "sdp": "SDP"}
 def options() -> argparse.ArgumentParser:
     """The options of the demo, which its runs share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=16, help="passes over the training images (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the training images (%(default)s)")
     parser.add_argument("--width", type=int, default=16, help="channels of the ResNet's first stage (%(default)s)")
     parser.add_argument("--coverage", type=float, default=0.5, help="share of the maskable blocks (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of images (%(default)s)")

@@ -104,7 +104,7 @@ def test_component_named_twice() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(
-    st.integers(1, 16), st.integers(1, 40), st.integers(5, 100), st.sampled_from(["params", "count"]), st.integers(0, 9)
+    st.integers(1, 16), st.integers(1, 24), st.integers(5, 100), st.sampled_from(["params", "count"]), st.integers(0, 9)
 )
 def test_built_plans(workers: int, depth: int, percent: int, balance: str, seed: int) -> None:
     coverage = percent / 100
