@@ -185,10 +185,10 @@ class SDPStrategy(DDPStrategy):
             lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record),
             lambda plan: _fingerprint(plan, module),
         )
+        everywhere = all(len(workers) == self.plan.num_subnetworks for workers in self.plan.holder_sets)
+        self._refuse_what_needs_everything(everywhere)
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
         self._groups = groups
-        everywhere = all(ranks == groups.world for ranks in groups.component_holders.values())
-        self._refuse_what_needs_everything(everywhere)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
         share_initial_state(module, groups)

@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_sdp.components.base import Component, ParamSlice
 from lightning_sdp.components.registry import Skip, first_argument, registered_skip
@@ -219,16 +219,12 @@ def _untouched(block: nn.Module) -> Iterator[None]:
     state = dict(block.__dict__)
     trees = [(tree, dict(tree)) for tree in (block._parameters, block._buffers, block._modules)]
     values = [(buffer, buffer.clone()) for buffer in block.buffers(recurse=False)]
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(0)  # what is drawn must not differ between ranks
-    random.seed(0)
-    np.random.seed(0)
     try:
-        yield
+        with isolate_rng(include_cuda=False):
+            torch.default_generator.manual_seed(0)  # what is drawn must not differ between ranks
+            random.seed(0)
+            yield
     finally:
-        torch.set_rng_state(streams[0])
-        random.setstate(streams[1])
-        np.random.set_state(streams[2])
         for current, before in [(block.__dict__, state), *trees]:
             current.clear()
             current.update(before)

@@ -6,6 +6,7 @@ Arguments: the strategy's name, the number of devices per node and of nodes, and
 import hashlib
 import inspect
 import sys
+import time
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class _Fail(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == 5:
+            _say(f"raises at {time.time()}")
             raise ValueError(f"the data of rank {self.rank} is spoiled")
 
 

@@ -169,23 +169,26 @@ def test_training_runs_the_whole_cycle_of_the_learning_rate() -> None:
     trainer.fit(model, ImageData(image_size=8))
     assert {"train_loss", "val_loss", "val_accuracy"} <= set(trainer.callback_metrics)
     scheduler = trainer.lr_scheduler_configs[0].scheduler
-    assert scheduler.total_steps == trainer.global_step == 6
+    assert scheduler.total_steps == scheduler.last_epoch == trainer.global_step == 6
     (tested,) = trainer.test(model, ImageData(image_size=8), verbose=False)
     assert 0 <= tested["test_accuracy"] <= 1
 
 
+@pytest.mark.parametrize(("code", "writes"), [(3, True), (0, False)], ids=["exit code", "no result"])
 def test_the_demo_fails_with_the_run_that_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    code: int, writes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[list[str]] = []
+    result = tmp_path / "demo_ddp.json"
 
-    def fails(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 3)
+        if writes:
+            result.write_text("{}")
+        return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr(demo.subprocess, "run", fails)
-    (tmp_path / "demo_ddp.json").write_text("{}")  # of an earlier demo
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    result.write_text("{}")  # of an earlier demo
     assert demo.main(["--epochs", "1", "--output", str(tmp_path)]) == 1
-    assert "The run with DDP failed (exit code 3)" in capsys.readouterr().out
+    assert f"The run with DDP failed (exit code {code})" in capsys.readouterr().out
     assert [command[-5:] for command in commands] == [["ddp", "--epochs", "1", "--output", str(tmp_path)]]
-    assert not (tmp_path / "demo_ddp.json").exists()
