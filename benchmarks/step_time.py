@@ -9,8 +9,10 @@ a contender is the median over rounds of its time over DDP's in the same round.
 
 A step starts at a barrier of all ranks, when the batch is there, and spans Lightning's hooks, forward, backward with
 the averaging of gradients, and the optimizer's step. The first round is not counted: it allocates optimizer states
-and settles DDP's buckets. Processes have one thread each, and batches are tiny, so that communication and
-optimizer matter. DDP runs with ``gradient_as_bucket_view=True``, its faster setting.
+and settles DDP's buckets. Processes have one thread each, and batches are tiny, so that communication and optimizer
+matter; freed memory stays with the process, so that page faults do not meet one contender by chance. DDP runs with
+``gradient_as_bucket_view=True``, its faster setting. On a machine that does other work the quartiles grow wide: repeat
+the run, or give it more rounds.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from lightning_sdp.sync.groups import HolderGroups
 
 
 def clip_grad_norm_(
@@ -50,3 +54,26 @@ def clip_grad_norm_(
     total = total.to(dtype)
     clip_grads_with_norm_(clipped, max_norm, total)
     return total
+
+
+def clip_over_the_world(plugin: Precision, held: Mapping[str, Tensor], groups: HolderGroups) -> None:
+    """Lets a precision plugin, whichever the user chose, clip by the norm over the full model.
+
+    Args:
+        plugin: The precision plugin; `clip_locally` undoes it.
+        held: This rank's parameters by their names in the full model.
+        groups: Holder sets and their process groups.
+    """
+    owned = {id(parameter) for name, parameter in held.items() if groups.holders(name)[0] == groups.rank}
+    group, device = groups.world_group, groups.device
+    assert group is not None
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_norm_(plugin.main_params(optimizer), clip_val, owned=owned, group=group, device=device)
+
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+
+def clip_locally(plugin: Precision) -> None:
+    """Gives a precision plugin its own clipping back."""
+    plugin.__dict__.pop("clip_grad_by_norm", None)

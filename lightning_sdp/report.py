@@ -96,3 +96,14 @@ def plot_plan(plan: MaskPlan, path: str | Path) -> None:
         handles.insert(1, Patch(edgecolor="#666666", label="kept by all", **kept))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def summary(plan: MaskPlan, groups: int) -> str:
+    """One line for the log: what the workers hold, and in how many process groups they average."""
+    if plan.num_subnetworks == 1:
+        return "SDP with one worker: it trains the whole model."
+    shares = ", ".join(f"{share:.0%}" for share in plan.coverage[:8])
+    return (
+        f"SDP: {plan.num_subnetworks} workers hold {shares} of {len(plan.components)} maskable {plan.granularity}s "
+        f"({len(plan.kept)} more are kept by all), in {groups} process groups."
+    )

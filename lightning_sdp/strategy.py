@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,8 @@ from lightning_sdp.callbacks import BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY
 from lightning_sdp.plan import MaskPlan
-from lightning_sdp.precision import clip_grad_norm_
+from lightning_sdp.precision import clip_locally, clip_over_the_world
+from lightning_sdp.report import summary
 from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
@@ -206,12 +206,13 @@ class SDPStrategy(DDPStrategy):
             with self._subnetwork.whole_structure():
                 self.setup_optimizers(trainer)
                 self._layout = OptimizerLayout(module, self.optimizers, missing, self.plan, groups)
-            self._clip_over_the_world(held, everywhere)
+            if not everywhere:
+                clip_over_the_world(self.precision_plugin, held, groups)
             self._add_recalibration(trainer, module)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
-        self._announce()
+        rank_zero_info(summary(self.plan, len(groups)))
 
     def _refuse_what_needs_everything(self, everywhere: bool) -> None:
         if everywhere:
@@ -227,20 +228,6 @@ class SDPStrategy(DDPStrategy):
                 "steps. Use precision='bf16-mixed', or coverage=1."
             )
 
-    def _clip_over_the_world(self, held: Mapping[str, Tensor], everywhere: bool) -> None:
-        """Lets the precision plugin clip by the norm over the full model, whatever plugin the user chose."""
-        groups = self._groups
-        if everywhere or groups is None or groups.world_group is None:
-            return
-        owned = {id(p) for name, p in held.items() if groups.holders(name)[0] == groups.rank}
-        clip = partial(clip_grad_norm_, owned=owned, group=groups.world_group, device=groups.device)
-        plugin = self.precision_plugin
-
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            clip(plugin.main_params(optimizer), clip_val)
-
-        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-
     def _add_recalibration(self, trainer: Trainer, module: LightningModule) -> None:
         assert self._buffers is not None
         if not self._buffers.widths:
@@ -253,18 +240,6 @@ class SDPStrategy(DDPStrategy):
         if own is not None:
             own.reset()
         self._recalibration = own
-
-    def _announce(self) -> None:
-        plan = self.plan
-        assert plan is not None and self._groups is not None
-        if plan.num_subnetworks == 1:
-            rank_zero_info("SDP with one worker: it trains the whole model.")
-            return
-        names = ", ".join(f"{share:.0%}" for share in plan.coverage[:8])
-        rank_zero_info(
-            f"SDP: {plan.num_subnetworks} workers hold {names} of {len(plan.components)} maskable {plan.granularity}s "
-            f"({len(plan.kept)} more are kept by all), in {len(self._groups)} process groups."
-        )
 
     # training
 
@@ -460,7 +435,7 @@ class SDPStrategy(DDPStrategy):
             self._reducer.remove()
         if self._groups is not None:
             self._groups.destroy()
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        clip_locally(self.precision_plugin)
         self._checkpoint_record = None
         self._reset()
 
