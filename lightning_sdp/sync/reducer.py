@@ -212,8 +212,17 @@ class GradientReducer:
             self._tied = True
             after_backward(self.finish)
 
-    @torch.no_grad()
     def _on_gradient(self, name: str, param: Tensor) -> None:
+        # Only backward(create_graph=True) leaves gradients on here. Entering no_grad for every parameter would take
+        # longer than all the rest of this.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._take(name, param)
+        else:
+            self._take(name, param)
+
+    def _take(self, name: str, param: Tensor) -> None:
+        """Puts a gradient that has arrived into its bucket, and launches what that completes."""
         slot, grad = self._slots[name], param.grad
         assert grad is not None
         if grad.layout != torch.strided:

@@ -303,6 +303,28 @@ def test_a_rank_whose_loss_reaches_no_parameter_counts_with_zero(pool, how: str)
             torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}")
 
 
+def fit_with_graph(create_graph: bool) -> dict[str, Tensor]:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    class Graph(Net):
+        def backward(self, loss: Tensor) -> None:
+            loss.backward(create_graph=create_graph)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        net, held = Graph("mlp", optimizer="sgd").double(), Held()
+    run = trainer(world, SDPStrategy(coverage=0.67), max_epochs=1, accumulate_grad_batches=2, callbacks=[held])
+    run.fit(net, loader(batches("mlp", rank, 4)))
+    assert not any(grad is not None and grad.requires_grad for grad in held.grads.values())
+    return dict(net.state_dict())
+
+
+def test_a_backward_that_keeps_its_graph_averages_the_same(pool) -> None:
+    for plain, kept in zip(pool(3).run(fit_with_graph, False), pool(3).run(fit_with_graph, True), strict=True):
+        for name, value in plain.items():
+            torch.testing.assert_close(kept[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
 def count_messages(accumulate: int) -> tuple[int, int]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     strategy, sent = SDPStrategy(coverage=1.0, bucket_cap_mb=0.001), []
