@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_sdp._compat import optimizer_to_device, optimizers_to_device
+from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
 from lightning_sdp.assemble import FullModel, OptimizerLayout, share_initial_state
 from lightning_sdp.callbacks import BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
@@ -372,7 +371,7 @@ class SDPStrategy(DDPStrategy):
             return super().optimizer_state(optimizer)
         return self._layout.state_dict(self.optimizers.index(optimizer), optimizer)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: PathType, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint, and remembers its plan."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoint_record = checkpoint.get(CHECKPOINT_KEY)
@@ -389,7 +388,9 @@ class SDPStrategy(DDPStrategy):
             self._layout.load_state_dict(position, optimizer, state)
             optimizer_to_device(optimizer, self.root_device)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathType, storage_options: Any | None = None
+    ) -> None:
         """Writes a checkpoint on rank 0, unless it could not be completed after a failure."""
         if self._incomplete:
             self._incomplete = False
