@@ -55,6 +55,7 @@ class FullModel:
 
     Attributes:
         is_open: Whether every rank has the full model in place.
+        needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
     """
 
     def __init__(self, subnetwork: Subnetwork, plan: MaskPlan, groups: HolderGroups, buffers: BufferSync) -> None:
@@ -67,6 +68,7 @@ class FullModel:
             if groups.component_holders[c.name] != groups.world
         ]
         self.is_open = False
+        self.needs_others = any(0 not in holders for holders, _ in self._partial)
 
     def open(self) -> None:
         """Puts the full model in place, with equal weights and buffers on every rank; collective.
@@ -141,6 +143,9 @@ class OptimizerLayout:
         plan: Who holds what.
         groups: Holder sets and their process groups.
 
+    Attributes:
+        needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
+
     Raises:
         ValueError: An optimizer holds a tensor that is not a parameter of the module.
     """
@@ -159,6 +164,7 @@ class OptimizerLayout:
             for component in plan.components
             if 0 not in groups.component_holders[component.name]
         ]
+        self.needs_others = bool(self._remote)
         self._name_of = {id(parameter): name for name, parameter in module.named_parameters()}
         lacking = {id(tensor) for tensor in missing.values()}
         self._layout: list[list[list[str]]] = []

@@ -141,7 +141,6 @@ class SDPStrategy(DDPStrategy):
         self.recalibrate_batchnorm = recalibrate_batchnorm
         self._checkpoint_record: Mapping[str, Any] | None = None
         self._lost: tuple[str, ...] = ()
-        self._incomplete = False
         self.plan = None
         self._layout: OptimizerLayout | None = None  # outlives a run: the user may save a checkpoint after it
         self._reset()
@@ -356,8 +355,7 @@ class SDPStrategy(DDPStrategy):
             )
         if self._full is None:
             return self.lightning_module.state_dict()
-        if self._interrupted and not self._is_open and self._subnetwork is not None and not self._subnetwork.attached:
-            self._incomplete = True  # other ranks may not be there to answer
+        if self._cut_off:
             return self.lightning_module.state_dict()
         if self._stale_statistics and self._buffers is not None and self._buffers.widths and not self._is_open:
             with self.full_model():
@@ -367,7 +365,7 @@ class SDPStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that the optimizer would have in a plain run; collective, and complete on rank 0."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._layout is None or self._interrupted:
+        if self._layout is None or self._cut_off:
             return super().optimizer_state(optimizer)
         return self._layout.state_dict(self.optimizers.index(optimizer), optimizer)
 
@@ -392,8 +390,7 @@ class SDPStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: PathType, storage_options: Any | None = None
     ) -> None:
         """Writes a checkpoint on rank 0, unless it could not be completed after a failure."""
-        if self._incomplete:
-            self._incomplete = False
+        if self._cut_off:
             warnings.warn(
                 f"No checkpoint was written to {filepath}: after an exception the other processes cannot be asked "
                 "for what they hold.",
@@ -403,6 +400,12 @@ class SDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # failures and the end
+
+    @property
+    def _cut_off(self) -> bool:
+        """Whether a checkpoint needs what other ranks hold, but one of them may have failed and not answer."""
+        sources = (self._full, self._layout)
+        return self._interrupted and any(source is not None and source.needs_others for source in sources)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless one of them has failed."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdp import SDPStrategy
 from tests.distributed import program
@@ -76,6 +76,16 @@ class Failing(Net):
         self.reach("on_fit_end")
 
 
+class Save(Callback):
+    """Saves when the run fails, as checkpoint callbacks can be told to."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.save_checkpoint(f"{self.directory}/in-exception.ckpt")
+
+
 def remains(net: Net, names: list[str], identities: dict[str, int]) -> dict[str, Any]:
     """What is left of us in a module and its process."""
     parameters = dict(net.named_parameters())
@@ -99,21 +109,19 @@ def error_of(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
     return "", ""
 
 
-def fail(place: str, sdp: dict[str, Any]) -> dict[str, Any]:
+def fail(place: str, sdp: dict[str, Any], directory: str) -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(3)
     net = Failing(place)
     names, identities = list(net.state_dict()), {name: id(p) for name, p in net.named_parameters()}
-    run = trainer(world, SDPStrategy(**sdp), max_epochs=1, num_sanity_val_steps=1)
+    run = trainer(world, SDPStrategy(**sdp), max_epochs=1, num_sanity_val_steps=1, callbacks=[Save(directory)])
     data = loader(batches("mlp", rank, 3, torch.float32)), loader(batches("mlp", 0, 1, torch.float32))
     raised = error_of(run.fit, net, *data)
     left = remains(net, names, identities)
     missing = [part.name for c in run.strategy.plan.missing_on(rank) for part in c.slices]
-    saved = error_of(run.save_checkpoint, "saved.ckpt")
+    saved = error_of(run.save_checkpoint, f"{directory}/saved.ckpt")
     again = error_of(trainer(world, SDPStrategy(**sdp), max_epochs=1).fit, net, data[0])
-    written = Path("saved.ckpt").exists()
-    Path("saved.ckpt").unlink(missing_ok=True)
-    return {"raised": raised, "missing": missing, "saved": saved, "again": again, "written": written, **left}
+    return {"raised": raised, "missing": missing, "saved": saved, "again": again, "names": list(identities), **left}
 
 
 SDP = {"coverage": 0.5, "keep_ends": 0}
@@ -122,8 +130,8 @@ OPEN = ["validation_step", "sanity check", "on_fit_end"]
 
 
 @pytest.mark.parametrize("place", [*CARVED, *OPEN, "on_train_epoch_end"])
-def test_exception_leaves_the_module_whole(pool: Pools, place: str) -> None:
-    for result in pool(2).run(fail, place, SDP):
+def test_exception_leaves_the_module_whole(pool: Pools, place: str, tmp_path: Path) -> None:
+    for result in pool(2).run(fail, place, SDP, str(tmp_path)):
         assert result["raised"] == ("Boom", place)
         assert result["whole"] and result["same objects"] and result["finite"]
         assert result["hooks"] == [] and result["groups"] == 1
@@ -134,18 +142,23 @@ def test_exception_leaves_the_module_whole(pool: Pools, place: str) -> None:
             assert result["meta"] == result["missing"]
             kind, message = result["saved"]
             assert kind == "RuntimeError" and repr(result["missing"][0]) in message
-            assert not result["written"]
             # The blocks are gone, and so training cannot go on unnoticed.
             assert result["again"][0] == "ValueError" and "on the meta device" in result["again"][1]
         if place in OPEN:
             assert result["meta"] == []
+    # The weights may be here, but the optimizer state of what rank 0 lacks is on ranks that cannot be asked.
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_worker_that_holds_everything_loses_nothing(pool: Pools) -> None:
-    results = pool(2).run(fail, "training_step", {"coverage": [1.0, 0.5], "keep_ends": 0})
+def test_worker_that_holds_everything_loses_nothing(pool: Pools, tmp_path: Path) -> None:
+    results = pool(2).run(fail, "training_step", {"coverage": [1.0, 0.5], "keep_ends": 0}, str(tmp_path))
     assert results[0]["meta"] == [] == results[0]["missing"]
     assert results[1]["meta"] == results[1]["missing"] != []
     assert all(result["hooks"] == [] and result["groups"] == 1 for result in results)
+    for name in ("in-exception.ckpt", "saved.ckpt"):
+        checkpoint = torch.load(tmp_path / name, weights_only=True)
+        assert list(checkpoint["state_dict"]) == list(Failing("").state_dict())
+        assert checkpoint["optimizer_states"][0]["param_groups"][0]["params"] == list(range(len(results[0]["names"])))
 
 
 def interrupt() -> dict[str, Any]:
