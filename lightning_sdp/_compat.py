@@ -10,11 +10,9 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimiz
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathType
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torchmetrics import Metric
 
 __all__ = [
     "BatchNorm",
-    "Metric",
     "PathType",
     "after_backward",
     "metric_counters",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.subnetwork import Subnetwork
+from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.transfer import broadcast, receive, send
@@ -35,11 +36,14 @@ def share_initial_state(module: nn.Module, groups: HolderGroups) -> None:
             chunk[name].detach().copy_(value)
         chunk.clear()
 
+    size = 0
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             chunk[name] = tensor
-            if sum(t.numel() * t.element_size() for t in chunk.values()) >= _CHUNK_BYTES:
+            size += tensor.nbytes
+            if size >= _CHUNK_BYTES:
                 flush()
+                size = 0
         if chunk:
             flush()
 
@@ -197,28 +201,37 @@ class OptimizerLayout:
             what they hold.
 
         Raises:
-            RuntimeError: The optimizer got parameters that it did not have at the start.
+            ValueError: On every rank: the optimizer of some rank got parameters that it did not have at the start.
         """
         local = optimizer.state_dict()
         layout = self._layout[position]
         numbers = {name: i for i, name in enumerate(name for names in layout for name in names)}
-        state: dict[int, Any] = {}
-        for group, saved in zip(optimizer.param_groups, local["param_groups"], strict=True):
-            for parameter, local_number in zip(group["params"], saved["params"], strict=True):
-                name = self._name_of.get(id(parameter), "")
-                if name not in numbers:
-                    raise RuntimeError(
-                        f"Parameter {name!r} was added to the optimizer after training began; its place in the full "
-                        "model's optimizer state is not known, so that no checkpoint can be written."
-                    )
-                if local_number in local["state"]:
-                    state[numbers[name]] = local["state"][local_number]
+
+        def own_state() -> dict[int, Any]:
+            return self._own_state(optimizer, local, numbers)
+
+        state = own_state() if not self.needs_others else agree(own_state, lambda _: ())
         state |= self._collect(state, numbers)
         start, groups = 0, []
         for names, saved in zip(layout, local["param_groups"], strict=True):
             groups.append({**saved, "params": list(range(start, start + len(names)))})
             start += len(names)
         return {**local, "state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _own_state(self, optimizer: Optimizer, local: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[int, Any]:
+        """This rank's state by the full model's positions."""
+        state: dict[int, Any] = {}
+        for group, saved in zip(optimizer.param_groups, local["param_groups"], strict=True):
+            for parameter, local_number in zip(group["params"], saved["params"], strict=True):
+                name = self._name_of.get(id(parameter), "")
+                if name not in numbers:
+                    raise ValueError(
+                        f"Parameter {name!r} was added to the optimizer after training began; its place in the full "
+                        "model's optimizer state is not known, so that no checkpoint can be written."
+                    )
+                if local_number in local["state"]:
+                    state[numbers[name]] = local["state"][local_number]
+        return state
 
     def _collect(self, state: Mapping[int, Any], numbers: Mapping[str, int]) -> dict[int, Any]:
         """Brings the state of what rank 0 lacks to rank 0, one component at a time."""

@@ -105,5 +105,5 @@ def summary(plan: MaskPlan, groups: int) -> str:
     shares = ", ".join(f"{share:.0%}" for share in plan.coverage[:8])
     return (
         f"SDP: {plan.num_subnetworks} workers hold {shares} of {len(plan.components)} maskable {plan.granularity}s "
-        f"({len(plan.kept)} more are kept by all), in {groups} process groups."
+        f"({len(plan.kept)} more are kept by all), in {groups} process group{'s' if groups != 1 else ''}."
     )

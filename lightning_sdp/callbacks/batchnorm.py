@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_sdp._compat import BatchNorm, Metric, metric_counters
+from lightning_sdp._compat import BatchNorm, metric_counters
 from lightning_sdp.sync.buffers import BufferSync, Weighted
 
 

@@ -313,7 +313,7 @@ def find_blocks(module: nn.Module) -> tuple[list[Block], dict[str, str]]:
         known, skip = registered_skip(current)
         if known:
             if skip is None:
-                reasons[name] = "it is a post-norm layer: it normalizes the residual stream itself"
+                reasons[name] = f"the rule for {type(current).__name__} does not see a residual block in it"
             return [Block(name, current, skip)] if skip is not None and name else []
         found = [
             block

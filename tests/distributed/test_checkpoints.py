@@ -204,6 +204,30 @@ def test_a_resumed_run_keeps_the_plan_of_its_checkpoint(pool, tmp_path: Path) ->
     assert given[0]["plan"] == other[0]["plan"]
 
 
+def save_after_a_group_was_added(directory: str) -> None:
+    """The last block, which only one rank holds, joins the optimizer in training."""
+    world, rank = world_and_rank()
+
+    class Growing(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for n, p in self.named_parameters() if "blocks.4" not in n], lr=0.1)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            late = [p for n, p in self.named_parameters() if "blocks.4" in n]
+            if late:
+                self.trainer.optimizers[0].add_param_group({"params": late})
+            self.trainer.save_checkpoint(f"{directory}/grown.ckpt")
+
+    trainer(world, SDPStrategy(coverage=0.5), max_epochs=1).fit(Growing().double(), loader(batches("mlp", rank, 1)))
+
+
+def test_an_optimizer_that_grew_on_some_ranks_stops_the_save_on_all_of_them(pool, tmp_path: Path) -> None:
+    for error in pool(2).run_expecting_errors(save_after_a_group_was_added, str(tmp_path), deadline=30):
+        assert error is not None and error[0] == "ValueError"
+        assert "'blocks.4.norm.weight' was added to the optimizer after training began" in error[1]
+    assert not (tmp_path / "grown.ckpt").exists()
+
+
 def held_bytes(kind: str, coverage: float) -> dict[str, Any]:
     world, rank = world_and_rank()
     net, strategy = make(kind, dtype=torch.float32, groups=True), SDPStrategy(coverage=coverage)

@@ -135,7 +135,7 @@ def test_nothing_is_found_where_there_are_no_blocks(model: str) -> None:
 def test_error_tells_why_a_likely_module_is_no_block() -> None:
     with pytest.raises(ValueError, match="'0': no path of additions leads from an input to its output"):
         discover(in_sequence(PostNormBlock(4)))
-    with pytest.raises(ValueError, match=r"'layers\.0': it is a post-norm layer"):
+    with pytest.raises(ValueError, match=r"'layers\.0': the rule for TransformerEncoderLayer does not see"):
         discover(prenorm_encoder(norm_first=False))
 
 
