@@ -256,6 +256,28 @@ def test_stages_after_fit_run_the_full_model_like_a_plain_module(pool) -> None:
         assert same_state(result["again"], results[0]["again"])
 
 
+def evaluate_subnetworks() -> dict[str, Any]:
+    """Outside of fit, on request: each rank its own subnetwork."""
+    world, rank = world_and_rank()
+    net = make("conv")
+    before, strategy = copied(net), SDPStrategy(coverage=0.5, eval_model="subnetwork")
+    run, data = trainer(world, strategy), batches("conv", 50, 2)
+    predicted = run.predict(net, loader(data))
+    lacking = [c.name for c in strategy.plan.missing_on(rank)]  # type: ignore[union-attr]
+    return {"predicted": predicted, "lacking": lacking, "unchanged": same_state(before, copied(net))}
+
+
+def test_subnetworks_are_evaluated_on_request_outside_of_fit(pool) -> None:
+    for result in pool(2).run(evaluate_subnetworks):
+        assert result["unchanged"] and result["lacking"]
+        net = make("conv").eval()
+        for name in result["lacking"]:
+            block = net.get_submodule(name)
+            block.forward = lambda x, block=block: torch.relu(block.shortcut(x))
+        for mine, (x, _) in zip(result["predicted"], batches("conv", 50, 2), strict=True):
+            torch.testing.assert_close(mine, net(x).detach(), rtol=1e-12, atol=1e-12)
+
+
 def open_in_training() -> list[Any]:
     world, rank = world_and_rank()
     net, seen = make("mlp"), []
