@@ -137,9 +137,9 @@ class BufferSync:
 
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """Copies values into buffers of the module, by name; other names are ignored."""
-        for name, value in values.items():
-            if name in self._owners:
-                self._get(name).copy_(value)
+        known = [name for name in values if name in self._owners]
+        if known:
+            torch._foreach_copy_([self._get(name) for name in known], [values[name] for name in known])
 
     def save_local(self) -> None:
         """Remembers this rank's own BatchNorm buffers; the module has its carved structure."""

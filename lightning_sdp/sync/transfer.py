@@ -40,13 +40,16 @@ def broadcast(
     Returns:
         The source's tensors by name, on every rank, as new tensors on ``device``.
     """
-    received: dict[str, Tensor] = {}
+    messages = []
     for dtype, names in _by_dtype(tensors).items():
         if rank == source:
             flat = _pack([tensors[name] for name in names], device)
         else:
             flat = torch.empty(sum(tensors[name].numel() for name in names), dtype=dtype, device=device)
-        dist.broadcast(flat, source, group=group)
+        messages.append((names, flat, dist.broadcast(flat, source, group=group, async_op=True)))
+    received: dict[str, Tensor] = {}
+    for names, flat, work in messages:
+        work.wait()
         received |= _unpack(flat, tensors, names)
     return received
 
