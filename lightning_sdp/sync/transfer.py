@@ -49,7 +49,7 @@ def broadcast(
         messages.append((names, flat, dist.broadcast(flat, source, group=group, async_op=True)))
     received: dict[str, Tensor] = {}
     for names, flat, work in messages:
-        work.wait()
+        work.wait()  # type: ignore[union-attr]
         received |= _unpack(flat, tensors, names)
     return received
 
