@@ -1,4 +1,4 @@
-"""Rules for known classes of blocks; users add theirs with `register_block`."""
+"""Rules for known classes; users add theirs with `register_block` and `register_neurons`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import torch.nn as nn
 
+from lightning_sdp.components.base import Group
+
 SkipFn = Callable[..., Any]
+NeuronRule = Callable[[Any], list[Group]]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class _Rule:
 
 
 _RULES: dict[str, _Rule] = {}
+_NEURON_RULES: dict[str, NeuronRule] = {}
 
 
 def _qualified_name(cls: type) -> str:
@@ -82,6 +86,46 @@ def registered_skip(module: nn.Module) -> tuple[bool, Skip | None]:
         if rule is not None:
             return True, rule.skip if rule.applies(module) else None
     return False, None
+
+
+def register_neurons(cls: type[nn.Module] | str) -> Callable[[NeuronRule], NeuronRule]:
+    """Declares which units the modules of a class consist of.
+
+    Example::
+
+        @register_neurons(MyMLP)
+        def groups(mlp):
+            width = (mlp.up.out_features,)
+            members = produces(mlp, "up", width) + reads(mlp, "down", width)
+            return [Group("hidden", "neurons", mlp.up.out_features, tuple(members))]
+
+    Args:
+        cls: The class of the modules, or its qualified name (``"package.module.Class"``), so that its package need not
+            be imported. Subclasses are covered. Of several rules for one class the latest counts.
+
+    Returns:
+        A decorator for the function ``rule(module)``, which returns the module's groups, with names relative to the
+        module: a member ``"up.weight"``, an attribute ``"n_heads"``, the owner ``""``. It may return none.
+    """
+
+    def decorate(rule: NeuronRule) -> NeuronRule:
+        _NEURON_RULES[cls if isinstance(cls, str) else _qualified_name(cls)] = rule
+        return rule
+
+    return decorate
+
+
+def registered_neurons(module: nn.Module) -> tuple[type | None, NeuronRule | None]:
+    """Looks up the rule for the units of a module.
+
+    Returns:
+        The class, among those that the module's class derives from, that has a rule, and the rule.
+    """
+    for cls in type(module).__mro__:
+        rule = _NEURON_RULES.get(_qualified_name(cls))
+        if rule is not None:
+            return cls, rule
+    return None, None
 
 
 def first_argument(module: nn.Module) -> SkipFn:
