@@ -3,7 +3,15 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_sdp.callbacks import BatchNormRecalibration
-from lightning_sdp.components import Component, ParamSlice, discover_components, register_block
+from lightning_sdp.components import (
+    Component,
+    Group,
+    Member,
+    ParamSlice,
+    discover_components,
+    register_block,
+    register_neurons,
+)
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.reference import SDPReference
 from lightning_sdp.strategy import SDPStrategy
@@ -14,22 +22,32 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "BatchNormRecalibration",
     "Component",
+    "Group",
     "MaskPlan",
+    "Member",
     "ParamSlice",
     "SDPReference",
     "SDPStrategy",
     "communication_bytes",
     "discover_components",
     "register_block",
+    "register_neurons",
 ]
 
-_START_METHODS = {"sdp": "popen", "sdp_spawn": "spawn", "sdp_fork": "fork", "sdp_notebook": "fork"}
+_NAMES = {
+    "sdp": ("block", "popen"),
+    "sdp_neuron": ("neuron", "popen"),
+    "sdp_spawn": ("block", "spawn"),
+    "sdp_fork": ("block", "fork"),
+    "sdp_notebook": ("block", "fork"),
+}
 
-for _name, _start_method in _START_METHODS.items():
+for _name, (_granularity, _start_method) in _NAMES.items():
     StrategyRegistry.register(
         _name,
         SDPStrategy,
-        description=f"Subnetwork Data Parallelism over blocks; processes start by {_start_method}",
+        description=f"Subnetwork Data Parallelism over {_granularity}s; processes start by {_start_method}",
         override=True,
+        granularity=_granularity,
         start_method=_start_method,
     )

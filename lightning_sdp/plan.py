@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 
-from lightning_sdp.assignment import assign
-from lightning_sdp.components import Component, Discovery, ParamSlice, discover
-from lightning_sdp.components.discovery import GRANULARITIES, KeepEnds
+from lightning_sdp.assignment import assign, assign_chunks, check_coverage
+from lightning_sdp.components import Component, Discovery, Group, ParamSlice, discover
+from lightning_sdp.components.discovery import KeepEnds
+from lightning_sdp.components.neurons import discover_groups
+from lightning_sdp.layout import Run, TensorLayout, make_layout
+from lightning_sdp.plan_json import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-VERSION = 1
 BALANCES = ("count", "params")
 
 
@@ -49,14 +50,17 @@ class MaskPlan:
     Args:
         num_subnetworks: Number of workers N.
         holders: For each component the workers that hold it.
-        granularity: ``"block"``.
+        granularity: ``"block"`` or ``"neuron"``.
         sizes: Parameters of each component, where known.
         costs: What the assignment evened out, per component; default: ``sizes``, else one each.
         kept: Components that every worker holds.
         shared_size: Parameters outside of all components, where known.
+        groups: The coupled groups that the components are chunks of, where known.
+        reasons: Why other parts of the model are held by everyone, by name.
 
     Raises:
-        ValueError: There is no component, a component has no holder, or a holder is not one of the N workers.
+        ValueError: There is no component, a component has no holder, a holder is not one of the N workers, or a tensor
+            is cut along two dimensions.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class MaskPlan:
         costs: Sequence[float] | None = None,
         kept: Sequence[Kept] = (),
         shared_size: int | None = None,
+        groups: Sequence[Group] = (),
+        reasons: Mapping[str, str] | None = None,
     ) -> None:
         pairs = list(holders)
         if type(num_subnetworks) is not int or num_subnetworks < 1:
@@ -84,6 +90,8 @@ class MaskPlan:
         self.granularity = granularity
         self.components = tuple(component for component, _ in pairs)
         self.kept = tuple(kept)
+        self.groups = tuple(groups)
+        self.reasons = dict(reasons or {})
         self.sizes = None if sizes is None else tuple(sizes)
         self.shared_size = shared_size
         self._costs = tuple(costs or sizes or [1.0] * len(pairs))
@@ -97,6 +105,11 @@ class MaskPlan:
                 raise ValueError(
                     f"The plan gives component {name!r} to workers {list(workers)}; N is {num_subnetworks}."
                 )
+        dims: dict[str, int | None] = {}
+        for component in self.components:
+            for part in component.slices:
+                if dims.setdefault(part.name, part.dim) != part.dim:
+                    raise ValueError(f"The plan cuts tensor {part.name!r} along more than one dimension.")
 
     # who holds what
 
@@ -112,9 +125,36 @@ class MaskPlan:
         """The components that a worker lacks, in the model's order."""
         return tuple(c for c in self.components if worker not in self._holders[c.name])
 
+    def held_units(self, group: Group, worker: int) -> list[int]:
+        """The units of a group that a worker holds, ascending."""
+        chunks = [workers for name, workers in self._holders.items() if name.rpartition("[")[0] == group.name]
+        ranges = group.ranges(len(chunks))
+        return [unit for units, workers in zip(ranges, chunks, strict=True) if worker in workers for unit in units]
+
     def tensor_holders(self) -> dict[str, tuple[int, ...]]:
-        """Workers of every tensor that belongs to a component, by tensor name; all other tensors are held by all."""
-        return {s.name: self._holders[c.name] for c in self.components for s in c.slices}
+        """Workers of every tensor that belongs to one component as a whole, by tensor name."""
+        return {s.name: self._holders[c.name] for c in self.components for s in c.slices if s.dim is None}
+
+    @cached_property
+    def layouts(self) -> dict[str, TensorLayout]:
+        """How the tensors that some worker has only a part of are spread over the workers, by tensor name.
+
+        Tensors neither in here nor in `tensor_holders` are held by everyone.
+        """
+        runs: dict[tuple[str, int], list[tuple[Run, tuple[int, ...]]]] = {}
+        for component in self.components:
+            for part in component.slices:
+                if part.dim is not None:
+                    entry = ((part.start, part.stop), self._holders[component.name])
+                    runs.setdefault((part.name, part.dim), []).append(entry)
+        layouts = {name: make_layout(dim, entries) for (name, dim), entries in runs.items()}
+        everyone = tuple(range(self.num_subnetworks))
+        return {n: layout for n, layout in layouts.items() if any(p.holders != everyone for p in layout.parts)}
+
+    @property
+    def padded(self) -> dict[str, None]:
+        """Names of tensors of which workers store their part but compute with all, zero elsewhere."""
+        return {part.name: None for c in self.components if c.padded for part in c.slices if part.name in self.layouts}
 
     def element_mask(self, name: str, worker: int, shape: Sequence[int]) -> torch.Tensor:
         """Which elements of a tensor a worker holds.
@@ -172,21 +212,27 @@ class MaskPlan:
         components: str | Sequence[str] | None = None,
         keep: str | Sequence[str] = (),
         keep_ends: KeepEnds = "auto",
+        on_unsliceable: str = "keep",
         balance: str = "params",
         seed: int = 0,
+        example_inputs: Any = None,
     ) -> MaskPlan:
         """Finds a model's components and gives each to its holders; see `SDPStrategy` for the arguments.
 
         Args:
             module: The full model; parameters may be on the meta device.
             num_subnetworks: Number of workers N.
-            granularity: ``"block"``.
+            granularity: ``"block"`` or ``"neuron"``.
             coverage: Share C of the maskable cost that each worker holds, in (0, 1], or one share per worker.
-            components: Globs over module names to treat as blocks; ``None`` finds them.
+            components: Globs over module names to treat as maskable; ``None`` finds them.
             keep: Globs over module names that every worker holds.
             keep_ends: Blocks at the ends of the stack that every worker holds.
+            on_unsliceable: What becomes of neurons that cannot be cut out of their modules: ``"keep"``, ``"pad"`` or
+                ``"error"``.
             balance: What the assignment evens out: ``"params"`` or ``"count"``.
             seed: Varies the assignment; the global random state is neither read nor changed.
+            example_inputs: Sample input of the model's forward, a tensor, a tuple of arguments or a dict of keyword
+                arguments; default: ``module.example_input_array`` where there is one. Neurons only.
 
         Raises:
             ValueError: An argument is not understood or cannot be honored for this model.
@@ -196,17 +242,36 @@ class MaskPlan:
         if balance not in BALANCES:
             raise ValueError(f"balance={balance!r} is unknown: choose {' or '.join(map(repr, BALANCES))}.")
         shares = check_coverage(coverage, num_subnetworks)
-        found = discover(module, granularity, components, keep, keep_ends)
-        sizes = _sizes(module, found.maskable)
-        costs = [1.0] * len(sizes) if balance == "count" else [float(max(size, 1)) for size in sizes]
-        pairs = list(zip(found.maskable, assign(costs, shares, seed), strict=True))
-        return cls(num_subnetworks, pairs, granularity=granularity, costs=costs, **_report(module, found, sizes))
+        found = discover(
+            module,
+            granularity,
+            components,
+            keep,
+            keep_ends,
+            on_unsliceable=on_unsliceable,
+            example_inputs=example_inputs,
+        )
+        if granularity == "neuron":
+            chunks = [group.chunks(num_subnetworks, group.name in found.padded) for group in found.groups]
+            parts = [chunk for own in chunks for chunk in own]
+            sizes = _sizes(module, parts)
+            costs = _costs(sizes, balance)
+            left = iter(costs)
+            holders = assign_chunks([[next(left) for _ in own] for own in chunks], shares, seed)
+            pairs = list(zip(parts, [workers for own in holders for workers in own], strict=True))
+        else:
+            sizes = _sizes(module, found.maskable)
+            costs = _costs(sizes, balance)
+            pairs = list(zip(found.maskable, assign(costs, shares, seed), strict=True))
+        report = _report(module, found, sizes)
+        return cls(num_subnetworks, pairs, granularity=granularity, costs=costs, **report)
 
-    def fit(self, module: nn.Module) -> MaskPlan:
+    def fit(self, module: nn.Module, example_inputs: Any = None) -> MaskPlan:
         """Checks that the plan fits a model, and learns the model's sizes for its reports.
 
         Args:
             module: The full model.
+            example_inputs: Sample input, as for `build`.
 
         Returns:
             The same plan, with sizes.
@@ -215,6 +280,36 @@ class MaskPlan:
             ValueError: A module or tensor of the plan is not in the model, or the plan masks a tensor that is
                 registered outside its component as well.
         """
+        if self.granularity == "neuron":
+            found = self._fit_groups(module, example_inputs)
+        else:
+            self._fit_blocks(module)
+            found = Discovery(self.components, (), {})
+        pairs = [(component, self._holders[component.name]) for component in self.components]
+        report = _report(module, found, _sizes(module, self.components))
+        return MaskPlan(self.num_subnetworks, pairs, granularity=self.granularity, **report | {"kept": ()})
+
+    def _fit_groups(self, module: nn.Module, example_inputs: Any) -> Discovery:
+        chunks: dict[str, list[Component]] = {}
+        for component in self.components:
+            chunks.setdefault(component.name.rpartition("[")[0], []).append(component)
+        padded = {name for name, own in chunks.items() if any(chunk.padded for chunk in own)}
+        groups, reasons = discover_groups(module, list(chunks), padded=padded, example_inputs=example_inputs)
+        for group in groups:
+            planned, actual = chunks[group.name], group.chunks(len(chunks[group.name]), group.name in padded)
+            if len(planned) != len(actual):
+                raise ValueError(
+                    f"The plan does not fit the model: it has {len(planned)} chunks of {group.name!r}, which has only "
+                    f"{group.units} units."
+                )
+            for have, want in zip(planned, actual, strict=True):
+                if have.name != want.name or set(have.slices) != set(want.slices):
+                    odd = sorted({part.name for part in set(have.slices) ^ set(want.slices)})
+                    names = ", ".join(odd[:3]) or want.name
+                    raise ValueError(f"The plan does not fit the model: component {have.name!r} differs in {names}.")
+        return Discovery(self.components, (), reasons, tuple(groups), frozenset(padded))
+
+    def _fit_blocks(self, module: nn.Module) -> None:
         modules = dict(module.named_modules())
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
         seen: dict[str, str] = {}
@@ -238,36 +333,12 @@ class MaskPlan:
                 odd = set(planned.slices) ^ set(actual.slices)
                 names = ", ".join(sorted(part.name for part in odd)[:3]) or actual.name
                 raise ValueError(f"The plan does not fit the model: component {planned.name!r} differs in {names}.")
-        sizes = _sizes(module, self.components)
-        pairs = [(component, self._holders[component.name]) for component in self.components]
-        return MaskPlan(
-            self.num_subnetworks,
-            pairs,
-            granularity=self.granularity,
-            **_report(module, Discovery(self.components, (), {}), sizes),
-        )
 
     # reading and writing
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""
-        components = [
-            {
-                "name": component.name,
-                "kind": component.kind,
-                "storage": "block",
-                "slices": [{"name": s.name, "dim": s.dim, "start": s.start, "stop": s.stop} for s in component.slices],
-                "holders": list(self._holders[component.name]),
-            }
-            for component in self.components
-        ]
-        plan = {
-            "version": VERSION,
-            "num_subnetworks": self.num_subnetworks,
-            "granularity": self.granularity,
-            "components": components,
-        }
-        return json.dumps(plan, indent=1)
+        return plan_to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> MaskPlan:
@@ -276,29 +347,7 @@ class MaskPlan:
         Raises:
             ValueError: The text is not a plan, has unknown keys, or was written by a newer version.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"The plan is not valid JSON: {error}.") from error
-        version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
-        if version != VERSION:
-            raise ValueError(f"The plan has version {version!r}; this lightning_sdp reads version {VERSION}.")
-        data = _only_keys(data, "the plan", ("version", "num_subnetworks", "granularity", "components"))
-        if data["granularity"] not in GRANULARITIES:
-            raise ValueError(f"The plan has granularity {data['granularity']!r}; known: {', '.join(GRANULARITIES)}.")
-        pairs = []
-        for entry in _list(data["components"], "The plan's components"):
-            entry = _only_keys(entry, "a component of the plan", ("name", "kind", "storage", "slices", "holders"))
-            name = entry["name"]
-            if not isinstance(name, str):
-                raise ValueError(f"A component of the plan has the name {name!r}, which is no text.")
-            slices = _list(entry["slices"], f"The slices of {name!r}")
-            parts = [_only_keys(s, f"a slice of {name!r}", ("name", "dim", "start", "stop")) for s in slices]
-            if entry["storage"] != "block" or entry["kind"] != "block" or any(s["dim"] is not None for s in parts):
-                raise ValueError(f"The plan's component {name!r} is not a whole block.")
-            component = Component(name, entry["kind"], tuple(ParamSlice(**s) for s in parts))
-            pairs.append((component, entry["holders"]))
-        return cls(data["num_subnetworks"], pairs, granularity=data["granularity"])
+        return cls(**plan_from_json(text))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan's JSON to a file."""
@@ -345,75 +394,31 @@ class MaskPlan:
     def explain(self) -> str:
         """What every worker holds, and why, a line each."""
         lines = [f"{kept.name}: held by every worker, {kept.reason}" for kept in self.kept]
-        lines.append("Everything outside of the blocks (stem, embeddings, head, skip paths) is held by every worker.")
+        lines += [f"{name}: held by every worker: {reason}" for name, reason in self.reasons.items()]
+        what = "blocks (stem, embeddings, head, skip paths)" if self.granularity == "block" else "groups of neurons"
+        lines.append(f"Everything outside of the {what} is held by every worker.")
         return "\n".join(lines)
 
 
-def check_coverage(coverage: float | Sequence[float], num_subnetworks: int) -> list[float]:
-    """Validates a coverage and spells it out per worker.
-
-    Raises:
-        ValueError: A share is outside (0, 1], or a list does not have one share per worker or sums to less than one.
-    """
-    check_shares(coverage)
-    single = isinstance(coverage, (int, float))
-    shares = [coverage] * num_subnetworks if isinstance(coverage, (int, float)) else list(coverage)
-    if len(shares) != num_subnetworks:
-        raise ValueError(f"coverage={coverage!r} has {len(shares)} shares for {num_subnetworks} workers.")
-    if sum(shares) < 1 - 1e-9:
-        if not single:
-            raise ValueError(f"coverage={coverage!r} sums to less than 1: some blocks would have no holder.")
-        share = 1 / num_subnetworks
-        warnings.warn(
-            f"coverage={coverage} is less than one of {num_subnetworks} workers: using 1/{num_subnetworks}, so "
-            "that every block has a holder.",
-            stacklevel=2,
-        )
-        shares = [share] * num_subnetworks
-    return [float(s) for s in shares]
-
-
-def check_shares(coverage: float | Sequence[float]) -> None:
-    """Validates a coverage as far as that goes without the number of workers.
-
-    Raises:
-        ValueError: A share is not a number in (0, 1].
-    """
-    shares: list[Any] = list(coverage) if isinstance(coverage, (list, tuple)) else [coverage]
-    if not shares or not all(type(s) in (int, float) and 0 < s <= 1 for s in shares):
-        raise ValueError(
-            f"coverage={coverage!r} must lie in (0, 1]: the share of the maskable part that a worker holds."
-        )
-
-
-def _only_keys(data: Any, what: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{what[0].upper()}{what[1:]} is not an object with the keys {', '.join(keys)}.")
-    odd = [key for key in data if key not in keys] or [key for key in keys if key not in data]
-    if odd:
-        state = "an unknown" if odd[0] in data else "no"
-        raise ValueError(f"{what[0].upper()}{what[1:]} has {state} key {odd[0]!r}; its keys are {', '.join(keys)}.")
-    return data
-
-
-def _list(data: Any, what: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise ValueError(f"{what} are {data!r}, which is no list.")
-    return data
-
-
 def _sizes(module: nn.Module, components: Sequence[Component]) -> list[int]:
-    numel = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    return [sum(numel.get(part.name, 0) for part in component.slices) for component in components]
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+
+    def size(part: ParamSlice) -> int:
+        shape = shapes.get(part.name)
+        if shape is None:
+            return 0
+        return shape.numel() if part.dim is None else shape.numel() // shape[part.dim] * (part.stop - part.start)
+
+    return [sum(size(part) for part in component.slices) for component in components]
+
+
+def _costs(sizes: Sequence[int], balance: str) -> list[float]:
+    return [1.0] * len(sizes) if balance == "count" else [float(max(size, 1)) for size in sizes]
 
 
 def _report(module: nn.Module, found: Discovery, sizes: Sequence[int]) -> dict[str, Any]:
     kept_sizes = _sizes(module, [component for component, *_ in found.kept])
     kept = [Kept(c.name, why, size, at) for (c, why, at), size in zip(found.kept, kept_sizes, strict=True)]
     total = sum(parameter.numel() for parameter in module.parameters())
-    return {"sizes": sizes, "kept": kept, "shared_size": total - sum(sizes)}
-
-
-def settings_key(settings: Mapping[str, Any]) -> str:
-    """A canonical text of the settings that a plan was built from, to compare a checkpoint's with a run's."""
-    return json.dumps(settings, sort_keys=True, default=list)
+    shared = total - sum(sizes)
+    return {"sizes": sizes, "kept": kept, "shared_size": shared, "groups": found.groups, "reasons": found.reasons}

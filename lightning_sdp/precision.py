@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,20 +18,20 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor],
     max_norm: float,
     *,
-    owned: Set[int],
+    owned: Callable[[Tensor], Sequence[Tensor]],
     group: dist.ProcessGroup,
     device: torch.device,
     norm_type: float = 2.0,
 ) -> Tensor:
     """Clips gradients by their norm over the full model; collective over the world.
 
-    Every parameter is counted once, by the lowest rank that holds it, so that the norm is that of one process with the
+    Every element is counted once, by the lowest rank that holds it, so that the norm is that of one process with the
     full model's averaged gradients, and all ranks scale by the same factor. Ranks without gradients have to call too.
 
     Args:
         parameters: This rank's parameters.
         max_norm: Norm to clip to.
-        owned: ``id`` of the parameters that this rank counts.
+        owned: Returns the views of a parameter's gradient that this rank counts.
         group: The process group of all ranks.
         device: Where the message travels.
         norm_type: p of the p-norm; may be ``inf``.
@@ -40,7 +40,7 @@ def clip_grad_norm_(
         The norm before clipping, equal on all ranks; NaN or infinite on all where any gradient is.
     """
     clipped = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in clipped if id(p) in owned and p.grad is not None]
+    counted = [view for p in clipped for view in owned(p)]
     local = get_total_norm(counted, norm_type) if counted else torch.zeros(())
     local = local.to(device, torch.float64)
     if norm_type == float("inf"):
@@ -64,9 +64,19 @@ def clip_over_the_world(plugin: Precision, held: Mapping[str, Tensor], groups: H
         held: This rank's parameters by their names in the full model.
         groups: Holder sets and their process groups.
     """
-    owned = {id(parameter) for name, parameter in held.items() if groups.holders(name)[0] == groups.rank}
-    group, device = groups.world_group, groups.device
+    names = {id(parameter): name for name, parameter in held.items()}
+    group, device, rank = groups.world_group, groups.device, groups.rank
     assert group is not None
+
+    def owned(parameter: Tensor) -> Sequence[Tensor]:
+        name, grad = names.get(id(parameter)), parameter.grad
+        if name is None or grad is None:
+            return []
+        layout = groups.layouts.get(name)
+        if layout is None:
+            return [grad] if groups.holders(name)[0] == rank else []
+        own = [part for part in layout.parts if part.holders[0] == rank]
+        return [view for part in own for view in layout.views(part, grad, rank)]
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
         clip_grad_norm_(plugin.main_params(optimizer), clip_val, owned=owned, group=group, device=device)

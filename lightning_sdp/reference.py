@@ -25,10 +25,10 @@ def _training_loss(model: Any, batch: Any) -> Tensor:
 class SDPReference:
     """Trains a full model as SDP on several processes would, by the definition of the method.
 
-    For each rank in turn, the blocks that its worker lacks are skipped, and loss and gradients are computed on that
-    rank's data. The gradient of every element is the sum over the ranks that hold it, divided by their number; a
-    parameter that none of its holders used has no gradient. One optimizer on the full model takes the step. Nothing of
-    the fast path is used: no carving, no buckets, no processes.
+    For each rank in turn, the blocks that its worker lacks are skipped, the neurons that it lacks are zeroed, and loss
+    and gradients are computed on that rank's data. The gradient of every element is the sum over the ranks that hold
+    it, divided by their number; a parameter that none of its holders used has no gradient. One optimizer on the full
+    model takes the step. Nothing of the fast path is used: no carving, no buckets, no processes.
 
     Args:
         module: The full model; it is trained in place.
@@ -65,7 +65,7 @@ class SDPReference:
         self._accumulate = accumulate_grad_batches
         self._clip_val, self._clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         self._skips: dict[str, Skip] = {
-            c.name: named_block(c.name, module.get_submodule(c.name)).skip for c in plan.components
+            c.name: named_block(c.name, module.get_submodule(c.name)).skip for c in plan.components if c.kind == "block"
         }
         self._masks = {
             name: [plan.element_mask(name, self._worker(r), p.shape) for r in range(self.world_size)]
@@ -85,21 +85,25 @@ class SDPReference:
     def _is_local(self, buffer: str) -> bool:
         return not self._everywhere() and buffer.rpartition(".")[0] in self._norms
 
-    def _holders(self, name: str) -> list[int]:
-        return [rank for rank, mask in enumerate(self._masks[name]) if bool(mask.all())]
-
     @contextmanager
     def subnetwork(self, rank: int) -> Iterator[nn.Module]:
         """The module as a rank runs it: what its worker lacks is skipped, and buffers are that rank's."""
-        missing = [self.module.get_submodule(c.name) for c in self.plan.missing_on(self._worker(rank))]
-        skips = [self._skips[c.name] for c in self.plan.missing_on(self._worker(rank))]
+        lacking = [c.name for c in self.plan.missing_on(self._worker(rank)) if c.name in self._skips]
+        missing = [self.module.get_submodule(name) for name in lacking]
+        skips = [self._skips[name] for name in lacking]
         own = [block.__dict__.pop("forward", None) for block in missing]
         for block, skip in zip(missing, skips, strict=True):
             block.forward = partial(skip.function, block)  # type: ignore[method-assign]
         self._load_buffers(self._buffers[rank])
+        whole = {name: p.data for name, p in self.module.named_parameters() if name in self.plan.layouts}
+        for name, p in self.module.named_parameters():
+            if name in whole:
+                p.data = whole[name].masked_fill(~self._masks[name][rank].to(p.device), 0)
         try:
             yield self.module
         finally:
+            for name, p in self.module.named_parameters():
+                p.data = whole.get(name, p.data)
             for block, forward in zip(missing, own, strict=True):
                 del block.forward
                 if forward is not None:
@@ -112,12 +116,20 @@ class SDPReference:
                 buffer.copy_(values[name])
 
     def _share_buffers(self) -> None:
-        """Gives buffers that holders share the value of the lowest of them."""
+        """Gives buffers that holders share the values of the lowest of them."""
         for name in self._buffers[0]:
-            holders = self._holders(name)
-            for rank in holders[1:]:
-                if not self._is_local(name):
-                    self._buffers[rank][name] = self._buffers[holders[0]][name].clone()
+            if self._is_local(name):
+                continue
+            shared = self._from_lowest_holders(name)
+            for own, mask in zip(self._buffers, self._masks[name], strict=True):
+                own[name] = torch.where(mask, shared, own[name])
+
+    def _from_lowest_holders(self, name: str) -> Tensor:
+        """A buffer with every element from the lowest rank that holds it."""
+        value = self._buffers[0][name].clone()
+        for own, mask in zip(self._buffers[::-1], self._masks[name][::-1], strict=True):
+            value = torch.where(mask, own[name], value)
+        return value
 
     def step(self, batches: Sequence[Sequence[Any]]) -> list[float]:
         """One optimizer step.
@@ -174,7 +186,7 @@ class SDPReference:
             batches: For each rank the batches to re-estimate with; ``None`` leaves the statistics of rank 0.
         """
         self._share_buffers()
-        full = {name: self._buffers[self._holders(name)[0]][name].clone() for name in self._buffers[0]}
+        full = {name: self._from_lowest_holders(name) for name in self._buffers[0]}
         norms = {n: m for n, m in self._norms.items() if m.training}
         if batches is not None and not self._everywhere():
             momenta = {name: norm.momentum for name, norm in norms.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,40 +23,76 @@ def format_count(number: float) -> str:
 
 
 def plan_table(plan: MaskPlan) -> Table:
-    """A rich table of who holds what: components in rows, workers in columns, shares below."""
+    """A rich table of who holds what: blocks or groups in rows, workers in columns, shares below."""
     workers = range(plan.num_subnetworks)
     shown = workers if plan.num_subnetworks <= _MAX_COLUMNS else range(_MAX_COLUMNS)
     more = [] if len(shown) == len(workers) else ["…"]
-    table = Table(title=f"Who holds what: {len(plan.components)} {plan.granularity}s, {plan.num_subnetworks} workers")
+    rows = _rows(plan)
+    table = Table(title=f"Who holds what: {what_is_masked(plan)}, {plan.num_subnetworks} workers")
     table.add_column("component", overflow="fold")
     table.add_column("parameters", justify="right")
     for worker in [*map(str, shown), *more]:
         table.add_column(worker, justify="center")
-    for name, size, holders in _rows(plan):
-        marks = ["●" if holders is None or worker in holders else "·" for worker in shown]
-        label, style = (name, None) if holders is not None else (f"{name} (kept)", "dim")
-        table.add_row(label, "" if size is None else format_count(size), *marks, *more, style=style)
+    for row in rows:
+        size = "" if row.size is None else format_count(row.size)
+        label, style = (row.name, None) if not row.kept else (f"{row.name} (kept)", "dim")
+        table.add_row(label, size, *[row.mark(worker) for worker in shown], *more, style=style)
     table.add_section()
     table.add_row("coverage", "", *[f"{plan.coverage[w]:.2f}" for w in shown], *more)
     if plan.sizes is not None and plan.shared_size is not None:
         kept, blocks = sum(k.size for k in plan.kept), sum(plan.sizes)
         held = [kept + held_size(plan, worker) for worker in shown]
-        table.add_row("share of all blocks", "", *[f"{h / max(kept + blocks, 1):.2f}" for h in held], *more)
+        table.add_row(
+            f"share of all {plan.granularity}s", "", *[f"{h / max(kept + blocks, 1):.2f}" for h in held], *more
+        )
         total = plan.shared_size + blocks
         params = [format_count(plan.shared_size + held_size(plan, worker)) for worker in shown]
         table.add_row("parameters held", format_count(total), *params, *more)
     return table
 
 
-def _rows(plan: MaskPlan) -> list[tuple[str, int | None, tuple[int, ...] | None]]:
-    """Name, parameters and holders of every block in the model's order; holders are ``None`` for kept ones."""
-    sizes = plan.sizes or (None,) * len(plan.components)
-    rows: list[tuple[str, int | None, tuple[int, ...] | None]] = [
-        (c.name, size, plan.holders(c.name)) for c, size in zip(plan.components, sizes, strict=True)
-    ]
+@dataclass(frozen=True)
+class _Row:
+    """A block, or all chunks of a group: their number, and how many each worker holds."""
+
+    name: str
+    size: int | None
+    held: tuple[int, ...]
+    parts: int = 1
+    kept: bool = False
+
+    def share(self, worker: int) -> float:
+        return self.held[worker] / self.parts
+
+    def mark(self, worker: int) -> str:
+        held = self.held[worker]
+        return "●" if held == self.parts else f"{held}/{self.parts}" if held else "·"
+
+
+def _rows(plan: MaskPlan) -> list[_Row]:
+    """Every block or group in the model's order, those that all workers keep included."""
+    members: dict[str, list[int]] = {}
+    for i, component in enumerate(plan.components):
+        name = component.name if component.kind == "block" else component.name.rpartition("[")[0]
+        members.setdefault(name, []).append(i)
+    rows = []
+    for name, numbers in members.items():
+        holders = [plan.holders(plan.components[i].name) for i in numbers]
+        held = tuple(sum(worker in workers for workers in holders) for worker in range(plan.num_subnetworks))
+        size = None if plan.sizes is None else sum(plan.sizes[i] for i in numbers)
+        rows.append(_Row(name, size, held, len(numbers)))
     for kept in plan.kept:
-        rows.insert(kept.position, (kept.name, kept.size, None))
+        rows.insert(kept.position, _Row(kept.name, kept.size, (1,) * plan.num_subnetworks, kept=True))
     return rows
+
+
+def what_is_masked(plan: MaskPlan, adjective: str = "") -> str:
+    """The number of components in words."""
+    number = len(plan.components)
+    if plan.granularity == "block":
+        return f"{number} {adjective}blocks"
+    groups = len({component.name.rpartition("[")[0] for component in plan.components})
+    return f"{groups} {adjective}groups of neurons in {number} chunks"
 
 
 def held_size(plan: MaskPlan, worker: int) -> int:
@@ -65,25 +102,27 @@ def held_size(plan: MaskPlan, worker: int) -> int:
 
 
 def plot_plan(plan: MaskPlan, path: str | Path) -> None:
-    """Draws components × workers: dark where held, hatched where kept by everyone, with each worker's coverage."""
+    """Draws blocks or groups × workers: dark as far as held, hatched where kept by everyone, with the coverages."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
-    rows = [(name, holders) for name, _, holders in _rows(plan)]
+    rows = _rows(plan)
     width, height = 3.2 + 0.55 * plan.num_subnetworks, 1.9 + 0.28 * len(rows)
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     held: dict[str, Any] = {"facecolor": "#0072b2"}
     kept: dict[str, Any] = {"facecolor": "#9ecae1", "hatch": "///"}
-    for row, (_, holders) in enumerate(rows):
+    frame: dict[str, Any] = {"edgecolor": "#666666", "linewidth": 0.6}
+    for at, row in enumerate(rows):
         for worker in range(plan.num_subnetworks):
-            style = kept if holders is None else held if worker in holders else {"facecolor": "white"}
-            axes.add_patch(Rectangle((worker - 0.5, row - 0.5), 1, 1, edgecolor="#666666", linewidth=0.6, **style))
+            corner = (worker - 0.5, at - 0.5)
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", **frame))
+            axes.add_patch(Rectangle(corner, row.share(worker), 1, **(kept if row.kept else held), **frame))
     axes.set_xlim(-0.5, plan.num_subnetworks - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
     labels = [f"{w}\n{share:.0%}" for w, share in enumerate(plan.coverage)]
     axes.set_xticks(range(plan.num_subnetworks), labels, fontsize=7)
     axes.set_xlabel("worker, coverage")
@@ -104,6 +143,6 @@ def summary(plan: MaskPlan, groups: int) -> str:
         return "SDP with one worker: it trains the whole model."
     shares = ", ".join(f"{share:.0%}" for share in plan.coverage[:8])
     return (
-        f"SDP: {plan.num_subnetworks} workers hold {shares} of {len(plan.components)} maskable {plan.granularity}s "
+        f"SDP: {plan.num_subnetworks} workers hold {shares} of {what_is_masked(plan, 'maskable ')} "
         f"({len(plan.kept)} more are kept by all), in {groups} process group{'s' if groups != 1 else ''}."
     )

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch.nn as nn
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_sdp.components.discovery import GRANULARITIES, KeepEnds
-from lightning_sdp.plan import BALANCES, MaskPlan, check_shares
+from lightning_sdp.assignment import check_shares
+from lightning_sdp.components.discovery import GRANULARITIES, ON_UNSLICEABLE, KeepEnds
+from lightning_sdp.plan import BALANCES, MaskPlan
 
 MASKINGS = ("forward",)
-_PLAN_FIELDS = ("granularity", "coverage", "components", "keep", "keep_ends", "seed")
+_PLAN_FIELDS = ("granularity", "coverage", "components", "keep", "keep_ends", "on_unsliceable", "seed")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class MaskSettings:
     components: str | Sequence[str] | None = None
     keep: str | Sequence[str] = ()
     keep_ends: KeepEnds = "auto"
+    on_unsliceable: str = "keep"
     balance: str = "params"
     plan: str | MaskPlan | None = None
     seed: int = 0
@@ -38,6 +40,7 @@ class MaskSettings:
     def __post_init__(self) -> None:
         one_of("granularity", self.granularity, GRANULARITIES)
         one_of("masking", self.masking, MASKINGS)
+        one_of("on_unsliceable", self.on_unsliceable, ON_UNSLICEABLE)
         one_of("balance", self.balance, BALANCES)
         check_shares(self.coverage)
         workers = self.num_subnetworks
@@ -75,6 +78,7 @@ class MaskSettings:
             components=self.components,
             keep=self.keep,
             keep_ends=self.keep_ends,
+            on_unsliceable=self.on_unsliceable,
             balance=self.balance,
             seed=self.seed,
         )

@@ -21,10 +21,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
-from lightning_sdp.assemble import FullModel, OptimizerLayout, share_initial_state
+from lightning_sdp.assemble import FullModel, share_initial_state
 from lightning_sdp.callbacks import BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY
+from lightning_sdp.elementwise import require_elementwise
+from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_locally, clip_over_the_world
 from lightning_sdp.report import summary
@@ -39,23 +41,28 @@ from lightning_sdp.sync.reducer import GradientReducer
 class SDPStrategy(DDPStrategy):
     """Subnetwork Data Parallelism: every worker trains a structurally complete part of the model on its own data.
 
-    Residual blocks that a worker does not hold are absent from its memory; their skip path remains. Gradients are
-    averaged over exactly the ranks that hold a parameter. Evaluation and checkpoints see the full model. (Method: arXiv
-    2507.09029.)
+    Residual blocks, or neurons, channels and heads, that a worker does not hold are absent from its memory. Gradients
+    are averaged over exactly the ranks that hold an element. Evaluation and checkpoints see the full model. (Method:
+    arXiv 2507.09029.)
 
     Args:
-        granularity: What a worker may lack: ``"block"``, whole residual blocks.
+        granularity: What a worker may lack: ``"block"``, whole residual blocks, or ``"neuron"``, neurons, channels and
+            heads. For neurons the model should have an ``example_input_array``, so that its graph can be read; without
+            one only the layers of known classes can be cut.
         masking: ``"forward"``: what a worker lacks does not exist there.
         coverage: Share C of the maskable parameters that each worker holds, in (0, 1]; a list gives each worker its
             own.
         num_subnetworks: Number N of workers; it has to divide the number of processes, and neighboring processes form
             one worker. ``"auto"`` is the largest divisor up to 8.
-        components: Glob or globs over module names to treat as blocks (``*`` within a segment of a name, ``**`` across
-            segments); ``None`` finds residual blocks.
+        components: Glob or globs over module names to treat as blocks, or in which to cut neurons (``*`` within a
+            segment of a name, ``**`` across segments); ``None`` finds what is maskable.
         keep: Glob or globs over module names that every worker holds.
         keep_ends: Blocks at the ends of the stack that every worker holds: ``[first, last]`` or one number for both.
             ``"auto"`` keeps the first and last of six or more blocks alike, the first of six or more different ones,
             none of fewer.
+        on_unsliceable: What becomes of neurons that cannot be cut out of their modules: ``"keep"``: every worker holds
+            them; ``"pad"``: a worker stores only its own, and computes with zeros in place of the others;
+            ``"error"``: refused.
         balance: What the assignment evens out between workers: ``"params"`` or ``"count"``.
         plan: A `MaskPlan` or the path of its JSON; takes the place of all arguments above but ``masking``.
         seed: Varies the assignment. The global random state is neither read nor changed.
@@ -91,6 +98,7 @@ class SDPStrategy(DDPStrategy):
         components: str | list[str] | None = None,
         keep: str | Sequence[str] = (),
         keep_ends: Literal["auto"] | int | list[int] = "auto",
+        on_unsliceable: str = "keep",
         balance: str = "params",
         plan: str | MaskPlan | None = None,
         seed: int = 0,
@@ -115,6 +123,7 @@ class SDPStrategy(DDPStrategy):
             components=components,
             keep=keep,
             keep_ends=keep_ends,
+            on_unsliceable=on_unsliceable,
             balance=balance,
             plan=plan,
             seed=seed,
@@ -203,6 +212,8 @@ class SDPStrategy(DDPStrategy):
             self._reducer = GradientReducer(held, list(parameters), groups, self.bucket_cap_mb)
             with self._subnetwork.whole_structure():
                 self.setup_optimizers(trainer)
+                cut = {id(tensor): name for name, tensor in self._subnetwork.cut.items()}
+                agree(lambda: require_elementwise(self.optimizers, cut), lambda _: ())
                 self._layout = OptimizerLayout(module, self.optimizers, missing, self.plan, groups)
             if not everywhere:
                 clip_over_the_world(self.precision_plugin, held, groups)
@@ -351,7 +362,7 @@ class SDPStrategy(DDPStrategy):
         if self._lost:
             raise RuntimeError(
                 f"The model is incomplete: training was interrupted, and {self._lost[0]!r} and {len(self._lost) - 1} "
-                "more tensors were held by other processes. Load the last checkpoint instead."
+                "more tensors were held by other processes, as a whole or in part. Load the last checkpoint instead."
             )
         if self._full is None:
             return self.lightning_module.state_dict()
@@ -432,9 +443,10 @@ class SDPStrategy(DDPStrategy):
             self._lightning_module = None  # it would be moved to the host, but there is no data to move
         super().teardown()
         self._lightning_module = module
-        if self._subnetwork is not None and not self._is_open and self._subnetwork.missing:
-            self._lost = tuple(self._subnetwork.missing)
-            self._subnetwork.abandon()
+        if self._subnetwork is not None and not self._is_open:
+            self._lost = (*self._subnetwork.missing, *self._subnetwork.cut)
+            if self._lost:
+                self._subnetwork.abandon()
         if self._reducer is not None:
             self._reducer.remove()
         if self._groups is not None:

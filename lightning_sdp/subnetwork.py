@@ -7,6 +7,12 @@ The block takes a subclass of its own class for that, as torch's FSDP2 does, so 
 the user still hold. Missing Parameter objects keep their identity too: their data becomes a stand-in, one NaN expanded
 to the full shape, which takes no memory, which an optimizer accepts, and which nobody can mistake for a weight.
 `attach` and `detach` switch between the full structure and the carved one without touching any data.
+
+[Note: Cut tensors]
+A tensor of which the worker has only some neurons, channels or heads stays where it is, under its name and with its
+identity, but its data becomes smaller: the held entries, dense and in their order. What the modules around it know of
+sizes changes along (components/slicing.py). In the full structure its data is a stand-in of the full shape, or the full
+tensor where that has been filled in; a gradient of the smaller shape is put aside meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_sdp.components import Skip, named_block
+from lightning_sdp.components import Group, Skip, named_block
+from lightning_sdp.components.slicing import Edit, PaddedSpec, padded_edits, structure_edits
+from lightning_sdp.layout import TensorLayout
 from lightning_sdp.plan import MaskPlan
 
 
@@ -57,6 +65,41 @@ def _skipping(cls: type[nn.Module], skip: Skip) -> type[nn.Module]:
     return type(f"Missing{cls.__name__}", (cls,), {"__call__": call, "forward": call, "__module__": cls.__module__})
 
 
+class _CutTensor:
+    """A tensor of which the worker has a part; see the note above."""
+
+    def __init__(self, tensor: Tensor, layout: TensorLayout, worker: int) -> None:
+        self.tensor, self.layout, self.worker = tensor, layout, worker
+        self.shape = tensor.shape
+        self.local: Tensor | None = None  # while the full structure is in place
+        self.grad: Tensor | None = None
+
+    def cut(self) -> None:
+        self.tensor.data = self.layout.take(self.tensor.data, self.worker)
+
+    def attach(self) -> None:
+        self.local, self.grad = self.tensor.data, self.tensor.grad
+        self.tensor.grad = None
+        self.tensor.data = self._stand_in(self.local)
+
+    def release(self) -> None:
+        """Forgets the full data, and keeps the worker's part of it if that was to replace what it had."""
+        if self.local is None:
+            self.cut()
+            self.local = self.tensor.data
+        self.tensor.data = self._stand_in(self.local)
+
+    def detach(self) -> None:
+        self.release()
+        assert self.local is not None
+        self.tensor.grad = None
+        self.tensor.data, self.local = self.local, None
+        self.tensor.grad, self.grad = self.grad, None
+
+    def _stand_in(self, like: Tensor) -> Tensor:
+        return stand_in(torch.empty(self.shape, dtype=like.dtype, device="meta"), like.device)
+
+
 class Subnetwork:
     """One worker's part of a module.
 
@@ -70,6 +113,7 @@ class Subnetwork:
 
     Attributes:
         missing: The tensors that the worker lacks, by name in the full model, in the plan's order.
+        cut: The tensors of which it has a part, by name in the full model.
         attached: Whether the module has its full structure.
     """
 
@@ -77,10 +121,12 @@ class Subnetwork:
         self.module = module
         lacking = plan.missing_on(worker)
         tensors: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
-        self.missing = {part.name: tensors[part.name] for component in lacking for part in component.slices}
+        self.missing = {part.name: tensors[part.name] for c in lacking for part in c.slices if part.dim is None}
+        self._cut = {name: _CutTensor(tensors[name], layout, worker) for name, layout in plan.layouts.items()}
+        self.cut = {name: cut.tensor for name, cut in self._cut.items()}
         self.attached = True
         self._device: torch.device | None = None
-        blocks = [(c.name, module.get_submodule(c.name)) for c in lacking]
+        blocks = [(c.name, module.get_submodule(c.name)) for c in lacking if c.kind == "block"]
         self._blocks = [_HollowBlock(block, named_block(name, block).skip) for name, block in blocks]
         by_id = {id(tensor): tensor for tensor in self.missing.values()}
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -89,6 +135,7 @@ class Subnetwork:
                 self._places += [
                     (tree, key, by_id[id(t)]) for key, t in tree.items() if t is not None and id(t) in by_id
                 ]
+        self._edits = _edits(module, plan, worker, tensors)
 
     def carve(self, device: torch.device | None = None) -> None:
         """Frees the data of what is missing and detaches it.
@@ -97,8 +144,18 @@ class Subnetwork:
             device: Where the stand-ins live; the device that held tensors will move to.
         """
         self._device = device
-        self.release()
+        for tensor in self.missing.values():
+            self._forget(tensor)
+        for cut in self._cut.values():
+            cut.cut()
+            cut.tensor.grad = None
+            cut.attach()  # so that `detach` finds what it expects
         self.detach()
+
+    def local(self, name: str) -> Tensor:
+        """What the worker stores of a cut tensor."""
+        local = self._cut[name].local
+        return self._cut[name].tensor if local is None else local
 
     def detach(self) -> None:
         """Gives the module its carved structure."""
@@ -107,11 +164,19 @@ class Subnetwork:
                 tree[key] = None
             for block in self._blocks:
                 block.detach()
+            for cut in self._cut.values():
+                cut.detach()
+            for edit in self._edits:
+                edit.cut()
             self.attached = False
 
     def attach(self) -> None:
         """Gives the module its full structure; missing tensors hold whatever data they have."""
         if not self.attached:
+            for edit in reversed(self._edits):
+                edit.restore()
+            for cut in self._cut.values():
+                cut.attach()
             for block in self._blocks:
                 block.attach()
             for tree, key, tensor in self._places:
@@ -119,15 +184,26 @@ class Subnetwork:
             self.attached = True
 
     def fill(self, data: Mapping[str, Tensor]) -> None:
-        """Gives missing tensors data, by name."""
+        """Gives missing or cut tensors full data, by name, until it is released; the module has its full structure."""
         for name, tensor in data.items():
-            self.missing[name].data = tensor
+            (self.missing[name] if name in self.missing else self.cut[name]).data = tensor
+
+    def replace(self, data: Mapping[str, Tensor]) -> None:
+        """Like `fill`, for cut tensors; what the worker stores of them will be taken from the data again."""
+        for name, tensor in data.items():
+            self.cut[name].data = tensor
+            self._cut[name].local = None
 
     def release(self) -> None:
-        """Takes the data of all missing tensors away again, and their gradients."""
+        """Takes the data of all missing tensors away again, and their gradients; the structure is the full one."""
         for tensor in self.missing.values():
-            tensor.data = stand_in(tensor, self._device)
-            tensor.grad = None
+            self._forget(tensor)
+        for cut in self._cut.values():
+            cut.release()
+
+    def _forget(self, tensor: Tensor) -> None:
+        tensor.data = stand_in(tensor, self._device)
+        tensor.grad = None
 
     @contextmanager
     def whole_structure(self) -> Iterator[None]:
@@ -141,9 +217,12 @@ class Subnetwork:
                 self.detach()
 
     def abandon(self) -> None:
-        """Restores the structure with missing tensors on the meta device: after a failure their data is elsewhere."""
+        """Restores the structure with missing tensors on the meta device: after a failure their data is elsewhere.
+
+        Cut tensors are incomplete, so that they count as missing.
+        """
         self.attach()
-        for name, tensor in self.missing.items():
+        for name, tensor in {**self.missing, **self.cut}.items():
             empty: Tensor = torch.empty_like(tensor, device="meta")
             if isinstance(tensor, nn.Parameter):
                 parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -152,3 +231,19 @@ class Subnetwork:
             else:
                 owner, _, key = name.rpartition(".")
                 self.module.get_submodule(owner)._buffers[key] = empty
+
+
+def _edits(module: nn.Module, plan: MaskPlan, worker: int, tensors: Mapping[str, Tensor]) -> list[Edit]:
+    """What changes on the modules around the cut tensors."""
+    padded = plan.padded
+    shapes = {n: layout.local_shape(tensors[n].shape, worker) for n, layout in plan.layouts.items() if n not in padded}
+    held: list[tuple[Group, list[int]]] = []
+    for group in plan.groups:
+        if any(member.name in shapes for member in group.members):
+            held.append((group, plan.held_units(group, worker)))
+    specs = {
+        name: PaddedSpec(layout.dim, layout.size, tuple(layout.runs(worker)))
+        for name, layout in plan.layouts.items()
+        if name in padded
+    }
+    return structure_edits(module, shapes, held) + padded_edits(module, specs)

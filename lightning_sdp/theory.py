@@ -21,13 +21,19 @@ def communication_bytes(plan: MaskPlan, module: nn.Module, *, ranks_per_worker: 
     Returns:
         Bytes sent per step by one rank of each worker.
     """
-    holders = plan.tensor_holders()
+    holders, layouts = plan.tensor_holders(), plan.layouts
     everyone = tuple(range(plan.num_subnetworks))
-    payload: dict[tuple[int, ...], int] = {}
+    payload: dict[tuple[int, ...], float] = {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            workers = holders.get(name, everyone)
-            payload[workers] = payload.get(workers, 0) + parameter.numel() * parameter.element_size()
+        if not parameter.requires_grad:
+            continue
+        size = parameter.numel() * parameter.element_size()
+        shares = [(holders.get(name, everyone), 1.0)]
+        if name in layouts:
+            layout = layouts[name]
+            shares = [(part.holders, sum(b - a for a, b in part.runs) / layout.size) for part in layout.parts]
+        for workers, share in shares:
+            payload[workers] = payload.get(workers, 0.0) + share * size
     sent = [0.0] * plan.num_subnetworks
     for workers, size in payload.items():
         members = len(workers) * ranks_per_worker

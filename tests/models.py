@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.models import SwinTransformer
 
 WIDTH, CLASSES = 12, 3
+SHAPES = {"mlp": (5,), "attention": (3, 5), "gqa": (3, 5), "conv": (2, 6, 6), "swin": (3, 8, 8)}
 
 
 class MLPBlock(nn.Module):
@@ -44,6 +46,32 @@ class AttentionBlock(nn.Module):
         return x + self.mlp(self.norm2(x)), weights
 
 
+class GQABlock(nn.Module):
+    """Pre-norm block with grouped queries, whose head counts are attributes, and a gated MLP."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = heads, kv_heads, WIDTH // heads
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key_value = nn.Linear(WIDTH, 2 * kv_heads * self.width)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * 20), nn.Linear(20, WIDTH)
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.query(x).view(batch, length, self.heads, self.width).transpose(1, 2)
+        k, v = self.key_value(x).view(batch, length, 2, self.kv_heads, self.width).permute(2, 0, 3, 1, 4)
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, self.heads * self.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
 class ConvBlock(nn.Module):
     """Residual block with BatchNorm and a projection where the width changes."""
 
@@ -59,10 +87,10 @@ class ConvBlock(nn.Module):
 
 
 class Net(LightningModule):
-    """A model of one of three kinds, trained on vectors, sequences or images.
+    """A model of one of several kinds, trained on vectors, sequences or images.
 
     Args:
-        kind: ``"mlp"``, ``"attention"`` or ``"conv"``.
+        kind: ``"mlp"``, ``"attention"``, ``"gqa"``, ``"conv"`` or ``"swin"``.
         blocks: Number of blocks.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"momentum"``.
         groups: Split the parameters into two optimizer groups by name.
@@ -79,20 +107,27 @@ class Net(LightningModule):
             widths = [4, 4, 6, 6, 8, 8][: blocks + 1]
             self.blocks = nn.ModuleList(ConvBlock(a, b) for a, b in pairwise(widths))
             self.head = nn.Linear(widths[-1], CLASSES)
+        elif kind == "swin":
+            self.swin = SwinTransformer(
+                [2, 2], 8, [2, 2], [2, 4], [2, 2], stochastic_depth_prob=0.0, num_classes=CLASSES
+            )
         else:
+            block = {"mlp": MLPBlock, "attention": AttentionBlock, "gqa": GQABlock}[kind]
             self.stem = nn.Linear(5, WIDTH)
-            made = [MLPBlock(8 * (i + 1)) if kind == "mlp" else AttentionBlock() for i in range(blocks)]
-            self.blocks = nn.ModuleList(made)
+            self.blocks = nn.ModuleList(block(8 * (i + 1)) if kind == "mlp" else block() for i in range(blocks))
             self.head = nn.Linear(WIDTH, CLASSES)
+        self.example_input_array = torch.zeros(2, *SHAPES[kind])
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "swin":
+            return self.swin(x)
         x = self.stem(x)
         for block in self.blocks:
             if self.kind == "attention":
                 x, _ = block(x, mask=None)
             else:
                 x = block(x)
-        if self.kind == "attention":
+        if self.kind in ("attention", "gqa"):
             x = x.mean(1)
         if self.kind == "conv":
             x = x.mean((2, 3))
@@ -140,7 +175,7 @@ def make(kind: str = "mlp", dtype: torch.dtype = torch.float64, **options: Any) 
 def batches(kind: str, rank: int, count: int, dtype: torch.dtype = torch.float64, size: int = 4) -> list[Any]:
     """A rank's training batches."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    shape = {"mlp": (5,), "attention": (3, 5), "conv": (2, 6, 6)}[kind]
+    shape = SHAPES[kind]
     made = []
     for _ in range(count):
         x = torch.randn(size, *shape, generator=generator, dtype=torch.float64).to(dtype)

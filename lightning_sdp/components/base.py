@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 KINDS = ("block", "neurons", "channels", "heads")
 
@@ -119,9 +120,13 @@ class Group:
         Returns:
             The chunks, in the order of their units.
         """
+        return [
+            Component(f"{self.name}[{i}]", self.kind, self.chunk(units.start, units.stop), padded)
+            for i, units in enumerate(self.ranges(count))
+        ]
+
+    def ranges(self, count: int) -> list[range]:
+        """The units of each chunk."""
         count = min(count, self.units)
         cuts = [i * self.units // count for i in range(count + 1)]
-        return [
-            Component(f"{self.name}[{i}]", self.kind, self.chunk(first, last), padded)
-            for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False))
-        ]
+        return [range(first, last) for first, last in pairwise(cuts)]

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch.nn as nn
 
-from lightning_sdp.components.base import Component
+from lightning_sdp.components.base import Component, Group
 from lightning_sdp.components.blocks import Block, block_component, find_blocks, named_block
+from lightning_sdp.components.neurons import (
+    ON_UNSLICEABLE,
+    check_groups,
+    find_groups,
+    is_inside,
+    lies_inside,
+    resolve_conflicts,
+    sample_inputs,
+    stack_of,
+    touches,
+    why_nothing,
+)
 
-GRANULARITIES = ("block",)
+GRANULARITIES = ("block", "neuron")
 KeepEnds = Literal["auto"] | int | Sequence[int]
 
 _HOW_TO_NAME = (
@@ -26,14 +38,19 @@ class Discovery:
     """The components of a model.
 
     Attributes:
-        maskable: The components that a plan distributes, in the model's order.
-        kept: Components that every worker holds, with the reason and their place among all blocks.
-        reasons: Modules that looked like a block but are not understood as one, with the reason.
+        maskable: The components that a plan distributes, in the model's order; a group of neurons is one component
+            here, which the plan cuts into chunks.
+        kept: Components that every worker holds, with the reason and their place among all blocks or groups.
+        reasons: What looked maskable but is not, with the reason.
+        groups: For neurons the groups that the components are.
+        padded: Names of groups whose tensors are stored in part but computed with in full.
     """
 
     maskable: tuple[Component, ...]
     kept: tuple[tuple[Component, str, int], ...]
     reasons: dict[str, str]
+    groups: tuple[Group, ...] = ()
+    padded: frozenset[str] = field(default_factory=frozenset)
 
 
 def glob_to_regex(pattern: str) -> re.Pattern[str]:
@@ -83,16 +100,18 @@ def _chosen_blocks(module: nn.Module, patterns: list[str]) -> list[Block]:
     return [named_block(name, module.get_submodule(name)) for name in names]
 
 
-def _shape_of(module: nn.Module, component: Component) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _shapes_in(module: nn.Module, name: str, tensors: Sequence[str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """What tells blocks apart: the names within the block and the shapes of its tensors."""
     shapes = {n: tuple(t.shape) for n, t in [*module.named_parameters(), *module.named_buffers()]}
-    return tuple((s.name.removeprefix(component.name), shapes[s.name]) for s in component.slices)
+    return tuple((tensor.removeprefix(name), shapes[tensor]) for tensor in tensors)
 
 
-def _ends(keep_ends: KeepEnds, module: nn.Module, components: list[Component]) -> tuple[int, int]:
+def _ends(keep_ends: KeepEnds, shapes: list[Any]) -> tuple[int, int]:
+    """How many blocks are kept at either end of a stack; ``shapes`` are equal for blocks alike."""
     if keep_ends == "auto":
-        if len(components) < 6:
+        if len(shapes) < 6:
             return 0, 0
-        return (1, 1) if len({_shape_of(module, c) for c in components}) == 1 else (1, 0)
+        return (1, 1) if len(set(shapes)) == 1 else (1, 0)
     ends = (keep_ends, keep_ends) if isinstance(keep_ends, int) else keep_ends
     if not isinstance(ends, (list, tuple)) or len(ends) != 2 or not all(type(e) is int and e >= 0 for e in ends):
         raise ValueError(
@@ -107,18 +126,24 @@ def discover(
     components: str | Sequence[str] | None = None,
     keep: str | Sequence[str] = (),
     keep_ends: KeepEnds = 0,
+    *,
+    on_unsliceable: str = "keep",
+    example_inputs: Any = None,
 ) -> Discovery:
     """Finds what can be masked in a model; nothing is materialized, and parameters may be on the meta device.
 
     Args:
         module: The full model.
-        granularity: ``"block"``: whole residual blocks.
-        components: Glob or globs over module names to treat as blocks; ``None`` finds them. A named module whose skip
-            path is not known returns its first argument where it is missing.
+        granularity: ``"block"``: whole residual blocks; ``"neuron"``: coupled neurons, channels and heads.
+        components: Glob or globs over module names to treat as blocks, or in which neurons may be cut; ``None`` finds
+            them. A named block whose skip path is not known returns its first argument where it is missing.
         keep: Glob or globs over module names that every worker holds, with everything inside them.
         keep_ends: Blocks at the ends of the stack that every worker holds: ``[first, last]`` or one number for both;
             ``"auto"`` keeps the first and the last of six or more blocks alike, the first of six or more different
             ones, and none of fewer.
+        on_unsliceable: What becomes of groups of neurons that cannot be cut out of their modules: ``"keep"``,
+            ``"pad"`` or ``"error"``.
+        example_inputs: Sample input of the model's forward; default: its ``example_input_array``. Neurons only.
 
     Returns:
         The components and those that everyone keeps.
@@ -128,6 +153,18 @@ def discover(
     """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity={granularity!r} is unknown: choose {' or '.join(map(repr, GRANULARITIES))}.")
+    if on_unsliceable not in ON_UNSLICEABLE:
+        raise ValueError(
+            f"on_unsliceable={on_unsliceable!r} is unknown: choose {' or '.join(map(repr, ON_UNSLICEABLE))}."
+        )
+    if granularity == "neuron":
+        return _discover_neurons(module, components, keep, keep_ends, on_unsliceable, example_inputs)
+    return _discover_blocks(module, components, keep, keep_ends)
+
+
+def _discover_blocks(
+    module: nn.Module, components: str | Sequence[str] | None, keep: str | Sequence[str], keep_ends: KeepEnds
+) -> Discovery:
     reasons: dict[str, str] = {}
     if components is None:
         blocks, reasons = find_blocks(module)
@@ -142,10 +179,10 @@ def discover(
         raise ValueError(f"No maskable block was found in {type(module).__name__}. {_HOW_TO_NAME}{why}")
 
     kept_names = _match("keep", _globs(keep), module)
-    first, last = _ends(keep_ends, module, parts)
+    first, last = _ends(keep_ends, [_shapes_in(module, c.name, [s.name for s in c.slices]) for c in parts])
     maskable, kept = [], []
     for index, part in enumerate(parts):
-        keeper = next((k for k in kept_names if part.name == k or part.name.startswith(k + ".")), None)
+        keeper = next((k for k in kept_names if is_inside(part.name, [k])), None)
         if keeper is not None:
             kept.append((part, f"named by keep ({keeper})", index))
         elif index < first or index >= len(parts) - last:
@@ -160,6 +197,72 @@ def discover(
     return Discovery(tuple(maskable), tuple(kept), reasons)
 
 
-def discover_components(module: nn.Module, granularity: str = "block") -> list[Component]:
+def _discover_neurons(
+    module: nn.Module,
+    components: str | Sequence[str] | None,
+    keep: str | Sequence[str],
+    keep_ends: KeepEnds,
+    on_unsliceable: str,
+    example_inputs: Any,
+) -> Discovery:
+    sample = sample_inputs(module, example_inputs)
+    found = find_groups(module, sample)
+    reasons = found.reasons
+    stack = stack_of(module, found.groups)
+    if components is None:
+        groups = [group for group in found.groups if not stack or lies_inside(group, stack)]
+        reasons |= {g.name: "it lies outside of the residual blocks" for g in found.groups if g not in groups}
+    else:
+        groups = _chosen_groups(module, _globs(components), found.groups, reasons)
+    groups = resolve_conflicts(module, groups, reasons)
+
+    kept_names = _match("keep", _globs(keep), module)
+    tensors = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+    first, last = _ends(keep_ends, [_shapes_in(module, s, [n for n in tensors if is_inside(n, [s])]) for s in stack])
+    ends = stack[:first] + stack[len(stack) - last :]
+    cut, kept = [], []
+    for index, group in enumerate(groups):
+        keeper = next((k for k in kept_names if touches(group, [k])), None)
+        if keeper is not None:
+            kept.append((_whole(group), f"named by keep ({keeper})", index))
+        elif touches(group, ends):
+            kept.append((_whole(group), f"in a block at an end of the stack (keep_ends={[first, last]})", index))
+        else:
+            cut.append(group)
+    if not groups:
+        raise ValueError(why_nothing(module, sample, reasons))
+    if not cut:
+        raise ValueError(
+            f"keep and keep_ends leave nothing to mask: all {len(groups)} groups of neurons of "
+            f"{type(module).__name__} are held by every worker. Keep fewer, e.g. keep_ends=0."
+        )
+    checked, padded = check_groups(module, cut, sample, on_unsliceable, reasons)
+    if not checked:
+        raise ValueError(why_nothing(module, sample, {g.name: reasons[g.name] for g in cut}))
+    return Discovery(tuple(_whole(group) for group in checked), tuple(kept), reasons, tuple(checked), frozenset(padded))
+
+
+def _whole(group: Group) -> Component:
+    return Component(group.name, group.kind, group.chunk(0, group.units))
+
+
+def _chosen_groups(
+    module: nn.Module, patterns: list[str], groups: Sequence[Group], reasons: dict[str, str]
+) -> list[Group]:
+    chosen: dict[str, Group] = {}
+    for pattern in patterns:
+        matched = _match("components", [pattern], module)
+        inside = [group for group in groups if lies_inside(group, matched)]
+        if not inside:
+            why = [f"{n}: {r}" for n, r in reasons.items() if is_inside(n, matched)] or ["no neurons are known there"]
+            raise ValueError(
+                f"components={pattern!r}: nothing in there can be cut into neurons, channels or heads. {why[0]}. Name "
+                "modules that contain both the layer that produces the neurons and the one that reads them."
+            )
+        chosen |= {group.name: group for group in inside}
+    return [group for group in groups if group.name in chosen]
+
+
+def discover_components(module: nn.Module, granularity: str = "block", example_inputs: Any = None) -> list[Component]:
     """Lists every maskable component of a model, in its order; see `discover` for the arguments and errors."""
-    return list(discover(module, granularity).maskable)
+    return list(discover(module, granularity, example_inputs=example_inputs).maskable)

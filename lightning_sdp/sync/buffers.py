@@ -9,7 +9,7 @@ training, which itself uses the statistics of the batch; the full model's are ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,11 +18,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from lightning_sdp._compat import BatchNorm
+from lightning_sdp.layout import Part
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.transfer import broadcast
 
 Statistics = dict[str, tuple[Tensor, Tensor]]  # name of a BatchNorm → running mean, running variance
-Weighted = tuple[Tensor, Tensor, float]  # running mean, running variance, weight
+Weighted = tuple[Tensor, Tensor, Tensor | float]  # running mean, running variance, weight of all or of each channel
 
 
 def tracked_batchnorms(module: nn.Module) -> dict[str, nn.Module]:
@@ -40,11 +41,11 @@ def combine_statistics(statistics: Mapping[str, Weighted]) -> Statistics:
         statistics: By name: the weighted sums of means, of variances plus squared means, and of weights.
 
     Returns:
-        Mean and variance by name, for names of positive weight.
+        Mean and variance by name, for names all of whose channels have positive weight.
     """
     combined: Statistics = {}
     for name, (means, seconds, weight) in statistics.items():
-        if weight > 0:
+        if torch.as_tensor(weight).gt(0).all():
             mean = means / weight
             combined[name] = (mean, (seconds / weight - mean * mean).clamp_(min=0))
     return combined
@@ -69,20 +70,21 @@ def combine_over_ranks(
     """
     rows = []
     for name, width in widths.items():
-        row = torch.zeros(2 * width + 1, dtype=torch.float64, device=device)
+        row = torch.zeros(3, width, dtype=torch.float64, device=device)
         if name in local:
             mean, variance, weight = local[name]
             mean, variance = mean.to(device, torch.float64), variance.to(device, torch.float64)
-            row = torch.cat([mean, variance + mean * mean, torch.ones_like(row[:1])]) * weight
-        rows.append(row)
+            row = torch.stack([mean, variance + mean * mean, torch.ones_like(mean)])
+            row *= weight.to(row) if isinstance(weight, Tensor) else weight
+        rows.append(row.view(-1))
     message = torch.cat(rows)
     if group is not None:
         dist.all_reduce(message, group=group)
-    parts = message.split([2 * width + 1 for width in widths.values()])
-    sums = {
-        name: (part[:width], part[width : 2 * width], float(part[-1]))
-        for (name, width), part in zip(widths.items(), parts, strict=True)
-    }
+    parts = message.split([3 * width for width in widths.values()])
+    sums: dict[str, Weighted] = {}
+    for (name, width), part in zip(widths.items(), parts, strict=True):
+        means, seconds, weights = part.view(3, width)
+        sums[name] = (means, seconds, weights)
     return combine_statistics(sums)
 
 
@@ -108,11 +110,15 @@ class BufferSync:
             name: self._get(name).detach().clone() for name in self._owners if self._is_statistic(name)
         }
         self._saved: dict[str, Tensor] = {}
-        self._spread_sets: dict[tuple[int, ...], list[str]] = {}
+        self._spread_sets: dict[tuple[int, ...], list[tuple[str, Part | None]]] = {}
         for name in self._owners:
-            ranks = groups.holders(name)
-            if name not in self._local and len(ranks) > 1:
-                self._spread_sets.setdefault(ranks, []).append(name)
+            layout = groups.layouts.get(name)
+            parts = (
+                [(groups.holders(name), None)] if layout is None else [(part.holders, part) for part in layout.parts]
+            )
+            for ranks, part in parts:
+                if name not in self._local and len(ranks) > 1:
+                    self._spread_sets.setdefault(ranks, []).append((name, part))
 
     def _get(self, name: str) -> Tensor:
         owner, key = self._owners[name]
@@ -125,15 +131,20 @@ class BufferSync:
 
     def before_forward(self) -> None:
         """Gives every shared buffer the value of its lowest holder, as DDP does before each forward pass."""
-        for ranks, names in self._spread_sets.items():
+        for ranks, buffers in self._spread_sets.items():
             if self._groups.rank in ranks:
-                self._spread(names, ranks[0], self._groups.group(ranks))
+                views: dict[str, Tensor] = {}
+                for name, part in buffers:
+                    own = [self._get(name)]
+                    if part is not None:
+                        own = self._groups.layouts[name].views(part, own[0], self._groups.rank)
+                    views |= {f"{name}/{i}": view for i, view in enumerate(own)}
+                self._spread(views, ranks[0], self._groups.group(ranks))
 
-    def _spread(self, names: Sequence[str], source: int, group: dist.ProcessGroup) -> None:
-        buffers = {name: self._get(name) for name in names}
-        received = broadcast(buffers, source, group, self._groups.rank, self._groups.device)
+    def _spread(self, views: Mapping[str, Tensor], source: int, group: dist.ProcessGroup) -> None:
+        received = broadcast(views, source, group, self._groups.rank, self._groups.device)
         if self._groups.rank != source:
-            self.adopt(received)
+            torch._foreach_copy_(list(views.values()), [received[key] for key in views])
 
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """Copies values into buffers of the module, by name; other names are ignored."""
@@ -158,7 +169,13 @@ class BufferSync:
         The module has its full structure, and what is not held by every rank is in place. Integers, and all but
         BatchNorm's statistics, come from the lowest holder.
         """
-        everyone = [n for n in self._owners if self._groups.holders(n) == self._groups.world and n not in self._full]
+        everyone = {
+            name: self._get(name)
+            for name in self._owners
+            if self._groups.holders(name) == self._groups.world
+            and name not in self._full
+            and name not in self._groups.layouts
+        }
         if everyone and self._groups.world_group is not None:
             self._spread(everyone, 0, self._groups.world_group)
         self.adopt(self._full)
@@ -173,12 +190,26 @@ class BufferSync:
 
     def holders_mean(self) -> Statistics:
         """The holders' own statistics combined, each holder with the same weight; collective, while open."""
-        local = {
-            name: (self._saved[f"{name}.running_mean"], self._saved[f"{name}.running_var"], 1.0)
-            for name in self.widths
-            if f"{name}.running_mean" in self._saved
-        }
+        local: dict[str, Weighted] = {}
+        for name in self.widths:
+            mean, variance = self._saved.get(f"{name}.running_mean"), self._saved.get(f"{name}.running_var")
+            if mean is not None and variance is not None:
+                held = torch.ones_like(mean)
+                local[name] = (
+                    self._widened(f"{name}.running_mean", mean),
+                    self._widened(f"{name}.running_var", variance),
+                    self._widened(f"{name}.running_mean", held),
+                )
         return self.combine(local)
+
+    def _widened(self, name: str, local: Tensor) -> Tensor:
+        """A buffer of this rank at its full width, zero where the rank has no part of it."""
+        layout = self._groups.layouts.get(name)
+        if layout is None:
+            return local
+        full = torch.zeros_like(self._full[name])
+        layout.put(local, full, self._groups.rank)
+        return full
 
     def combine(self, local: Mapping[str, Weighted]) -> Statistics:
         """Combines statistics over all ranks; collective. See `combine_over_ranks`."""

@@ -31,6 +31,7 @@ class HolderGroups:
 
     Attributes:
         world: All ranks.
+        layouts: How tensors that some rank has only a part of are spread over the ranks, by tensor name.
         world_group: The process group of all ranks.
     """
 
@@ -41,6 +42,7 @@ class HolderGroups:
         self.world: Ranks = tuple(range(world_size))
         self.ranks_per_worker = world_size // plan.num_subnetworks
         self._tensor_holders = {name: self.ranks_of(workers) for name, workers in plan.tensor_holders().items()}
+        self.layouts = {name: layout.renamed(self.ranks_of) for name, layout in plan.layouts.items()}
         self.component_holders = {c.name: self.ranks_of(plan.holders(c.name)) for c in plan.components}
         distinct = dict.fromkeys(self.component_holders.values())
         cap = max(2 * plan.num_subnetworks, 16)
@@ -66,7 +68,7 @@ class HolderGroups:
         return tuple(worker * n + i for worker in workers for i in range(n))
 
     def holders(self, name: str) -> Ranks:
-        """The ranks that hold a tensor of the full model."""
+        """The ranks that hold a tensor of the full model, or a part of it."""
         return self._tensor_holders.get(name, self.world)
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:

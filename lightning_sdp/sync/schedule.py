@@ -18,22 +18,38 @@ import torch
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter to average: its place in the full model's registration order, its size and its holders."""
+    """A parameter to average, or the part of one that has the same holders.
+
+    Attributes:
+        name: The parameter's name in the full model.
+        index: Its place in the full model's registration order.
+        numel: Number of elements; 0 for what only has a use flag to send.
+        dtype: Of the gradient.
+        holders: The ranks that average it, ascending.
+        cut: Whether it is a part, which travels in buckets of its own kind.
+    """
 
     name: str
     index: int
     numel: int
     dtype: torch.dtype
     holders: tuple[int, ...]
+    cut: bool = False
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], str, bool]:
+        """What the entries of one bucket have in common."""
+        return self.holders, str(self.dtype), self.cut
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients travel together: same holders, same dtype."""
+    """Gradients that travel together: same holders, same dtype, and all of them parts or none."""
 
     holders: tuple[int, ...]
     dtype: torch.dtype
     entries: tuple[Entry, ...]
+    cut: bool = False
 
 
 def schedule(entries: Iterable[Entry], cap_bytes: int, late: Set[str] = frozenset()) -> list[Bucket]:
@@ -50,22 +66,22 @@ def schedule(entries: Iterable[Entry], cap_bytes: int, late: Set[str] = frozense
     Returns:
         The buckets, in the order in which every rank launches those that it takes part in.
     """
-    ordered = sorted(entries, key=lambda e: -e.index)
+    ordered = sorted(entries, key=lambda e: (-e.index, e.key))
     punctual = _pack([e for e in ordered if e.name not in late], cap_bytes)
     return punctual + _pack([e for e in ordered if e.name in late], cap_bytes)
 
 
 def _pack(entries: Sequence[Entry], cap_bytes: int) -> list[Bucket]:
-    filling: dict[tuple[tuple[int, ...], torch.dtype], list[Entry]] = {}
-    filled: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    filling: dict[tuple[tuple[int, ...], str, bool], list[Entry]] = {}
+    filled: dict[tuple[tuple[int, ...], str, bool], int] = {}
     closed: list[list[Entry]] = []
     for entry in entries:
-        key = (entry.holders, entry.dtype)
-        filling.setdefault(key, []).append(entry)
-        filled[key] = filled.get(key, 0) + entry.numel * entry.dtype.itemsize
-        if filled[key] >= cap_bytes:
-            closed.append(filling.pop(key))
-            del filled[key]
+        filling.setdefault(entry.key, []).append(entry)
+        filled[entry.key] = filled.get(entry.key, 0) + entry.numel * entry.dtype.itemsize
+        if filled[entry.key] >= cap_bytes:
+            closed.append(filling.pop(entry.key))
+            del filled[entry.key]
     closed.extend(filling.values())
-    closed.sort(key=lambda bucket: -bucket[-1].index)
-    return [Bucket(bucket[0].holders, bucket[0].dtype, tuple(bucket)) for bucket in closed]
+    # Parts of one parameter complete at the same time; their holders then decide, so that all ranks agree.
+    closed.sort(key=lambda bucket: (-bucket[-1].index, bucket[-1].key))
+    return [Bucket(own[0].holders, own[0].dtype, tuple(own), own[0].cut) for own in closed]

@@ -66,7 +66,7 @@ def fit_rank(*args: Any, **options: Any) -> dict[str, Any]:
 
 def plan_for(net: LightningModule, workers: int, sdp: dict[str, Any]) -> MaskPlan:
     """The plan that a strategy with these arguments builds."""
-    names = ("coverage", "components", "keep", "keep_ends", "balance", "seed")
+    names = ("granularity", "coverage", "components", "keep", "keep_ends", "on_unsliceable", "balance", "seed")
     return MaskPlan.build(net, num_subnetworks=workers, **{k: v for k, v in sdp.items() if k in names})
 
 

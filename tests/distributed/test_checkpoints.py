@@ -62,22 +62,28 @@ def fit_and_save(
             "plan": strategy.plan.to_json(), "step": run.global_step}  # type: ignore[union-attr]  # fmt: skip
 
 
+NEURON = {"granularity": "neuron", "keep_ends": 0}
+KINDS = [("mlp", {}), ("conv", {}), ("gqa", NEURON), ("conv", NEURON)]
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(pool, tmp_path: Path, kind: str, world: int) -> None:
-    whole = pool(world).run(fit_and_save, str(tmp_path), kind, 8, None, None)
-    pool(world).run(fit_and_save, str(tmp_path), kind, 4, 4, None)
-    resumed = pool(world).run(fit_and_save, str(tmp_path), kind, 8, None, str(tmp_path / f"{kind}-4.ckpt"))
+@pytest.mark.parametrize(("kind", "sdp"), KINDS)
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
+    pool, tmp_path: Path, kind: str, sdp: dict[str, Any], world: int
+) -> None:
+    whole = pool(world).run(fit_and_save, str(tmp_path), kind, 8, None, None, **sdp)
+    pool(world).run(fit_and_save, str(tmp_path), kind, 4, 4, None, **sdp)
+    resumed = pool(world).run(fit_and_save, str(tmp_path), kind, 8, None, str(tmp_path / f"{kind}-4.ckpt"), **sdp)
     for a, b in zip(whole, resumed, strict=True):
         assert (a["step"], a["lr"]) == (b["step"], b["lr"]) and a["step"] == 8
         parameters = [name for name, _ in scheduled(kind).named_parameters()]
         assert same_state({n: a["full"][n] for n in parameters}, {n: b["full"][n] for n in parameters})
 
 
-@pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_a_checkpoint_equals_that_of_the_reference(pool, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "sdp"), KINDS)
+def test_a_checkpoint_equals_that_of_the_reference(pool, tmp_path: Path, kind: str, sdp: dict[str, Any]) -> None:
     """Weights, key order, statistics and optimizer state, also of what rank 0 does not hold."""
-    pool(3).run(fit_and_save, str(tmp_path), kind, 5, 5, None, per_epoch=8, coverage=0.34)
+    pool(3).run(fit_and_save, str(tmp_path), kind, 5, 5, None, per_epoch=8, coverage=0.34, **sdp)
     checkpoint = torch.load(tmp_path / f"{kind}-5.ckpt", weights_only=True)
     net = scheduled(kind)
     built = net.configure_optimizers()
@@ -228,9 +234,42 @@ def test_an_optimizer_that_grew_on_some_ranks_stops_the_save_on_all_of_them(pool
     assert not (tmp_path / "grown.ckpt").exists()
 
 
-def held_bytes(kind: str, coverage: float) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        ("mlp", {"coverage": 0.5}, {**NEURON, "coverage": 0.5}),
+        ("gqa", {**NEURON, "coverage": 0.34}, {"coverage": 0.5, "keep_ends": 0}),
+        ("gqa", {**NEURON, "coverage": 0.5}, {**NEURON, "coverage": 0.75}),
+        ("gqa", {**NEURON, "coverage": 0.5}, {"coverage": 1.0}),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(
+    pool, tmp_path: Path, kind: str, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    """From three ranks on to two, other coverage and granularity; the optimizer's state goes along."""
+    pool(3).run(fit_and_save, str(tmp_path), kind, 4, 4, None, **first)
+    path = str(tmp_path / f"{kind}-4.ckpt")
+    results = pool(2).run(fit_and_save, str(tmp_path), kind, 6, None, path, **then)
+    checkpoint = torch.load(path, weights_only=True)
+    net = scheduled(kind)
+    built = net.configure_optimizers()
+    net.load_state_dict(checkpoint["state_dict"])
+    built["optimizer"].load_state_dict(checkpoint["optimizer_states"][0])
+    built["lr_scheduler"]["scheduler"].load_state_dict(checkpoint["lr_schedulers"][0])
+    ref = SDPReference(
+        net, MaskPlan.from_json(results[0]["plan"]), built["optimizer"], gradient_clip_val=0.05,
+        scheduler=built["lr_scheduler"]["scheduler"],
+    )  # fmt: skip
+    data = [batches(kind, rank, 4) for rank in range(2)]
+    for step in range(2):
+        ref.step([[own[step]] for own in data])
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(results[0]["full"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def held_bytes(kind: str, sdp: dict[str, Any]) -> dict[str, Any]:
     world, rank = world_and_rank()
-    net, strategy = make(kind, dtype=torch.float32, groups=True), SDPStrategy(coverage=coverage)
+    net, strategy = make(kind, dtype=torch.float32, groups=True), SDPStrategy(**sdp)
     held: dict[str, int] = {}
 
     class Count(Callback):
@@ -257,9 +296,12 @@ def held_bytes(kind: str, coverage: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "coverage"), [(2, 0.5), (3, 0.67), (4, 0.5)])
-def test_a_worker_holds_what_its_components_sum_to(pool, world: int, coverage: float) -> None:
-    full = 4 * sum(p.numel() for p in make("mlp").parameters())
-    for result in pool(world).run(held_bytes, "mlp", coverage):
+@pytest.mark.parametrize(("kind", "sdp"), [("mlp", {}), ("mlp", NEURON), ("gqa", NEURON)])
+def test_a_worker_holds_what_its_components_sum_to(
+    pool, world: int, coverage: float, kind: str, sdp: dict[str, Any]
+) -> None:
+    full = 4 * sum(p.numel() for p in make(kind).parameters())
+    for result in pool(world).run(held_bytes, kind, {**sdp, "coverage": coverage}):
         held, planned = result["held"], result["planned"]
         assert planned < full
         total = held["parameters"] + held["gradients"] + held["optimizer"]

@@ -54,21 +54,33 @@ def switched_batches(rank: int, steps: int, pattern: str) -> list[Any]:
     return made
 
 
-def fit_switching(pattern: str, coverage: float, steps: int = 10) -> dict[str, Any]:
+NEURON = {"granularity": "neuron", "keep_ends": 0}
+
+
+def fit_switching(pattern: str, sdp: dict[str, Any], steps: int = 10) -> dict[str, Any]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     net, held, last = switching(), Held(), []
-    strategy = SDPStrategy(coverage=coverage, bucket_cap_mb=0.001)
+    strategy = SDPStrategy(**sdp, bucket_cap_mb=0.001)
     net.on_train_batch_end = lambda *_: last.append([s.name for s in strategy._reducer._buckets[-1].slots])  # type: ignore
     trainer(world, strategy, max_epochs=1, callbacks=[held]).fit(net, loader(switched_batches(rank, steps, pattern)))
     return {"full": dict(net.state_dict()), "grads": held.grads, "last": last}
 
 
 @pytest.mark.parametrize("pattern", ["by rank and step", "never the second", "second from step 7", "only rank 0"])
-@pytest.mark.parametrize(("world", "coverage"), [(2, 1.0), (3, 0.67), (4, 0.5)])
-def test_conditional_blocks_equal_the_reference(pool, world: int, coverage: float, pattern: str) -> None:
-    results = pool(world).run(fit_switching, pattern, coverage)
+@pytest.mark.parametrize(
+    ("world", "sdp"),
+    [
+        (2, {"coverage": 1.0}),
+        (3, {"coverage": 0.67}),
+        (4, {"coverage": 0.5}),
+        (2, {**NEURON, "coverage": 0.5}),
+        (3, {**NEURON, "coverage": 0.67}),
+    ],
+)
+def test_conditional_blocks_equal_the_reference(pool, world: int, sdp: dict[str, Any], pattern: str) -> None:
+    results = pool(world).run(fit_switching, pattern, sdp)
     net = switching()
-    ref = SDPReference(net, plan_for(net, world, {"coverage": coverage}), net.configure_optimizers())
+    ref = SDPReference(net, plan_for(net, world, sdp), net.configure_optimizers())
     data = [switched_batches(rank, 10, pattern) for rank in range(world)]
     for step in range(10):
         ref.step([[own[step]] for own in data])
@@ -80,15 +92,16 @@ def test_conditional_blocks_equal_the_reference(pool, world: int, coverage: floa
             assert torch.equal(result["full"][name], results[0]["full"][name]), name
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient_and_does_not_decay(pool) -> None:
+@pytest.mark.parametrize("sdp", [{"coverage": 1.0}, {**NEURON, "coverage": 0.6}])
+def test_a_parameter_that_nobody_used_has_no_gradient_and_does_not_decay(pool, sdp: dict[str, Any]) -> None:
     initial = switching().state_dict()
-    for result in pool(2).run(fit_switching, "never the second", 1.0):
+    for result in pool(2).run(fit_switching, "never the second", sdp):
         for name in ("spare.weight", "blocks.1.fc1.weight"):
             assert result["grads"][name] is None, name
             assert torch.equal(result["full"][name], initial[name]), name
         assert result["grads"]["blocks.0.fc1.weight"] is not None
         unused = {name for name in initial if name.startswith(("spare.", "blocks.1."))}
-        assert not unused & set(result["last"][0])
+        assert not unused & set(result["last"][0]) or sdp["coverage"] < 1  # a last bucket of flags knows all that is cut
         assert set(result["last"][-1]) <= unused, "what nobody uses moves behind everything else"
 
 
@@ -116,6 +129,35 @@ def test_divisor_is_the_number_of_holders(pool) -> None:
             assert rank in ranks
             expected = sum(r + 1.0 for r in ranks) / len(ranks)
             torch.testing.assert_close(grad, torch.full_like(grad, expected), rtol=1e-14, atol=0, msg=name)
+
+
+def direct_average_of_elements() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same where workers hold parts of tensors: gradients, and for each element the expected average."""
+    rank = torch.distributed.get_rank()
+
+    class Constant(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (rank + 1.0) * sum(p.sum() for p in self.parameters())
+
+    net, held = Constant("gqa", blocks=2, optimizer="sgd").double(), Held()
+    shapes = {name: p.shape for name, p in net.named_parameters()}
+    strategy = SDPStrategy(**NEURON, coverage=[1.0, 0.75, 0.5, 0.5])
+    trainer(4, strategy, max_epochs=1, callbacks=[held]).fit(net, loader(batches("gqa", rank, 1)))
+    expected = {}
+    for name, shape in shapes.items():
+        masks = torch.stack([strategy.plan.element_mask(name, r, shape) for r in range(4)]).double()  # type: ignore[union-attr]
+        averages = (masks.movedim(0, -1) @ torch.arange(1.0, 5.0, dtype=torch.float64)) / masks.sum(0)
+        expected[name] = averages[masks[rank].bool()]
+    return held.grads, expected  # type: ignore[return-value]
+
+
+def test_divisor_of_each_element_is_the_number_of_its_holders(pool) -> None:
+    seen = set()
+    for grads, expected in pool(4).run(direct_average_of_elements):
+        for name, values in expected.items():
+            torch.testing.assert_close(grads[name].flatten(), values, rtol=1e-14, atol=0, msg=name)
+            seen.add(len(values.unique()))
+    assert max(seen) > 1, "elements of one tensor have different holders"
 
 
 class Frozen(Net):

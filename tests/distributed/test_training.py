@@ -34,14 +34,20 @@ def check(
             assert torch.equal(result["full"][name], results[0]["full"][name]), (
                 f"{name}: rank {rank} differs from rank 0"
             )
-    plan = ref.plan
-    holders = plan.tensor_holders()
-    for name, _ in make(kind, **model).named_parameters():
-        ranks = [r for r in range(world) if r // (world // workers) in holders.get(name, range(workers))]
-        for rank, result in enumerate(results):
-            assert (name in result["held"]) == (rank in ranks), f"{name} on rank {rank}"
-        for rank in ranks[1:]:
-            assert torch.equal(results[rank]["held"][name], results[ranks[0]]["held"][name]), f"{name} on rank {rank}"
+    ranks_per_worker = world // workers
+    for name, parameter in make(kind, **model).named_parameters():
+        masks = [ref.plan.element_mask(name, rank // ranks_per_worker, parameter.shape) for rank in range(world)]
+        full: dict[int, torch.Tensor] = {}
+        for rank, (result, mask) in enumerate(zip(results, masks, strict=True)):
+            held = result["held"].get(name)
+            assert (held is not None) == bool(mask.any()), f"{name} on rank {rank}"
+            if held is not None:
+                assert held.numel() == mask.sum(), f"{name} on rank {rank}"
+                full[rank] = torch.full(mask.shape, torch.nan, dtype=held.dtype).masked_scatter(mask, held)
+        for rank, values in full.items():
+            for other, others in full.items():
+                both = masks[rank] & masks[other]
+                assert torch.equal(values[both], others[both]), f"{name} on ranks {rank} and {other}"
     return results
 
 
@@ -65,6 +71,21 @@ def test_weights_and_recalibrated_statistics_of_a_batchnorm_model_equal_the_refe
     pool, world: int, coverage: float
 ) -> None:
     check(pool, world, world, {"coverage": coverage}, "conv", steps=6, model={"optimizer": "momentum"})
+
+
+NEURON = {"granularity": "neuron", "keep_ends": 0}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["mlp", "gqa", "attention", "swin"])
+def test_neurons_and_heads_equal_the_reference(pool, kind: str, world: int) -> None:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    check(pool, world, world, {**NEURON, "coverage": 0.6}, kind, model={"blocks": 2}, **options)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_channels_of_a_batchnorm_model_equal_the_reference(pool, world: int) -> None:
+    check(pool, world, world, {**NEURON, "coverage": 0.5}, "conv", model={"optimizer": "momentum", "blocks": 3})
 
 
 def test_clipping_by_value_equals_the_reference(pool) -> None:

@@ -1,0 +1,148 @@
+"""How the modules of a model are called: shapes and types without data, to try modules out on random values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_sdp._compat import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its data."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, with a `TensorSpec` in place of every tensor."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def with_random_values(
+        self, dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments to call the module with: random where floating, zero where integer, and true where boolean."""
+
+        def value(spec: TensorSpec) -> Tensor:
+            if spec.dtype == torch.bool:
+                return torch.ones(spec.shape, dtype=spec.dtype)
+            if not spec.dtype.is_floating_point:
+                return torch.zeros(spec.shape, dtype=spec.dtype)
+            return torch.empty(spec.shape, dtype=dtype).uniform_(-1.7, 1.7, generator=generator)
+
+        return (
+            apply_to_collection(self.args, TensorSpec, value),
+            apply_to_collection(self.kwargs, TensorSpec, value),
+        )
+
+
+@contextmanager
+def recorded_calls(module: nn.Module) -> Iterator[dict[str, Call]]:
+    """Records, while a block of code runs, how each module of a model is called first.
+
+    Yields:
+        The calls by the names of the modules.
+    """
+    calls: dict[str, Call] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in calls:
+                calls[name] = Call(_without_data(args), _without_data(kwargs))
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(record(name), with_kwargs=True) for name, m in module.named_modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_without_data(module: nn.Module, example_inputs: Any) -> dict[str, Call]:
+    """Runs a model's forward without computing anything.
+
+    Args:
+        module: The model; parameters may be on any device, also on meta.
+        example_inputs: Sample input of its forward: a tensor, a tuple or list of arguments, or a dict of keyword ones.
+
+    Returns:
+        How each module was called first, by its name.
+
+    Raises:
+        Exception: Whatever the forward raises.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    mode = None if device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device) if mode is None else mode.from_tensor(tensor).to(device)
+
+    with recorded_calls(module) as calls, preserved(module), mode or nullcontext(), torch.no_grad():
+        inputs = apply_to_collection(example_inputs, Tensor, move)
+        module.eval()
+        if isinstance(inputs, dict):
+            module(**inputs)
+        else:
+            module(*inputs if isinstance(inputs, (tuple, list)) else (inputs,))
+    return calls
+
+
+@contextmanager
+def preserved(module: nn.Module) -> Iterator[None]:
+    """Takes back what a forward without data changes: attributes, registered tensors, modes and random streams."""
+    trees = [
+        (tree, dict(tree)) for m in module.modules() for tree in (m.__dict__, m._parameters, m._buffers, m._modules)
+    ]
+    try:
+        with isolate_rng():
+            yield
+    finally:
+        for tree, before in trees:
+            tree.clear()
+            tree.update(before)
+
+
+def required_arguments(module: nn.Module) -> list[str]:
+    """Names of the arguments that a module's forward cannot do without."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+
+
+def random_tensor(name: str, like: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random values for a parameter or buffer of a model, of a scale that keeps activations in bounds.
+
+    Args:
+        name: Its name; running variances are positive, and the weights of norms are as well.
+        like: The tensor; its integers are kept where it has data.
+        dtype: Of floating-point values.
+        generator: Where they come from.
+    """
+    if not like.is_floating_point():
+        return torch.zeros_like(like, device="cpu") if like.is_meta else like.detach().cpu()
+    values = torch.empty(like.shape, dtype=dtype).uniform_(-1, 1, generator=generator)
+    if name.endswith("running_var"):
+        return values.abs_().add_(0.5)
+    if like.dim() > 1:
+        return values.mul_((3 / max(like[0].numel(), 1)) ** 0.5)
+    return values.mul_(0.5).add_(0.7) if name.endswith("weight") else values
+
+
+def _without_data(collection: Any) -> Any:
+    return apply_to_collection(collection, Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype))

@@ -1,0 +1,66 @@
+"""Whether an optimizer updates each element by itself, which tensors that are cut need."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.optim import Optimizer
+
+_KNOWN = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
+_STEPS = 3
+
+
+def require_elementwise(optimizers: Sequence[Optimizer], cut: Mapping[int, str]) -> None:
+    """Refuses optimizers whose update of one element depends on the rest of its tensor, where tensors are cut.
+
+    Ranks that hold different parts of a tensor would update the entries that they share differently. The optimizers of
+    ``torch.optim`` are known; any other class is tried on a small tensor and on a part of it.
+
+    Args:
+        optimizers: The optimizers.
+        cut: Names of the cut tensors by their ``id``.
+
+    Raises:
+        ValueError: One of them is not elementwise, or cannot be tried.
+    """
+    for optimizer in optimizers:
+        names = [cut[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in cut]
+        if names and not is_elementwise(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} updates a tensor as a whole, but {names[0]!r} and {len(names) - 1} more "
+                "tensors are cut, so that processes with different parts of one would update their common entries "
+                "differently. Use an elementwise optimizer such as SGD or AdamW, or granularity='block', or keep the "
+                "modules of these tensors whole with keep=..."
+            )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates each element by itself; ``False`` where that cannot be found out."""
+    cls = type(optimizer)
+    if cls.__module__.startswith("torch.optim.") and cls.__name__ in _KNOWN:
+        return True
+    accepted = inspect.signature(cls).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    try:
+        with isolate_rng(), torch.enable_grad():
+            whole = _train(cls, options, slice(None), slice(None))
+            parts = [_train(cls, options, slice(1, 4), slice(None)), _train(cls, options, slice(None), slice(1, 3))]
+    except Exception:  # whatever a stranger's code raises
+        return False
+    return torch.allclose(parts[0], whole[1:4], atol=1e-12) and torch.allclose(parts[1], whole[:, 1:3], atol=1e-12)
+
+
+def _train(cls: type[Optimizer], options: dict[str, object], rows: slice, columns: slice) -> Tensor:
+    """A few steps on a part of a tensor, with the gradients that the whole would have there."""
+    values = torch.linspace(-1, 1, 24 * (_STEPS + 1), dtype=torch.float64).sin().view(_STEPS + 1, 6, 4)
+    parameter = values[0, rows, columns].clone().requires_grad_()
+    optimizer = cls([parameter], **options)
+    for _, gradient in pairwise(values):
+        parameter.grad = gradient[rows, columns].clone()
+        optimizer.step()
+    return parameter.detach()

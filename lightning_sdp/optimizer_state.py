@@ -1,0 +1,239 @@
+"""Optimizer state in the full model's terms: what a plain run would save, from what each rank holds, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdp.components import ParamSlice
+from lightning_sdp.plan import MaskPlan
+from lightning_sdp.sync.agreement import agree
+from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.transfer import receive, send
+
+
+class OptimizerLayout:
+    """The places that the full model's parameters have in the optimizers, and this rank's part of them.
+
+    Built while the module has its full structure, so that the optimizers' groups are those of a plain run. It then
+    takes the missing parameters out of the optimizers.
+
+    Args:
+        module: The module, whole.
+        optimizers: Its optimizers, as `configure_optimizers` built them.
+        missing: The parameters that this rank lacks, by name.
+        plan: Who holds what.
+        groups: Holder sets and their process groups.
+
+    Attributes:
+        needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
+
+    Raises:
+        ValueError: An optimizer holds a tensor that is not a parameter of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        missing: Mapping[str, Tensor],
+        plan: MaskPlan,
+        groups: HolderGroups,
+    ) -> None:
+        self._groups = groups
+        self._remote = [  # what rank 0 lacks, a component at a time
+            (groups.component_holders[component.name], component.slices)
+            for component in plan.components
+            if 0 not in groups.component_holders[component.name]
+        ]
+        self.needs_others = bool(self._remote)
+        parameters = dict(module.named_parameters())
+        self._name_of = {id(parameter): name for name, parameter in parameters.items()}
+        self._cut = {n: (layout, parameters[n].shape) for n, layout in groups.layouts.items() if n in parameters}
+        lacking = {id(tensor) for tensor in missing.values()}
+        self._layout: list[list[list[str]]] = []
+        for optimizer in optimizers:
+            self._layout.append([self._names(group, i) for i, group in enumerate(optimizer.param_groups)])
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in lacking:
+                        optimizer.state.pop(parameter, None)
+                    elif parameter in optimizer.state:  # some optimizers have state from the start
+                        name = self._name_of[id(parameter)]
+                        optimizer.state[parameter] = self._own_part(name, optimizer.state[parameter])
+                group["params"] = [p for p in group["params"] if id(p) not in lacking]
+
+    def _names(self, group: Mapping[str, Any], position: int) -> list[str]:
+        names = [self._name_of.get(id(parameter)) for parameter in group["params"]]
+        if None in names:
+            raise ValueError(
+                f"The optimizer's parameter group {position} holds a tensor that is no parameter of the model (number "
+                f"{names.index(None)} of it). Build the optimizer in configure_optimizers from self.parameters()."
+            )
+        return [name for name in names if name is not None]
+
+    def state_dict(self, position: int, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that the optimizer would have in a plain run; collective, complete on rank 0.
+
+        Args:
+            position: Which of the optimizers.
+            optimizer: The optimizer.
+
+        Returns:
+            State by the full model's positions, tensors from other ranks in host memory; on ranks other than 0 only
+            what they hold.
+
+        Raises:
+            ValueError: On every rank: the optimizer of some rank got parameters that it did not have at the start.
+        """
+        local = optimizer.state_dict()
+        layout = self._layout[position]
+        numbers = {name: i for i, name in enumerate(name for names in layout for name in names)}
+
+        def own_state() -> dict[int, Any]:
+            return self._own_state(optimizer, local, numbers)
+
+        state = own_state() if not self.needs_others else agree(own_state, lambda _: ())
+        if self.needs_others:
+            state = self._collect(state, numbers)
+        start, groups = 0, []
+        for names, saved in zip(layout, local["param_groups"], strict=True):
+            groups.append({**saved, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        return {**local, "state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _own_state(self, optimizer: Optimizer, local: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[int, Any]:
+        """This rank's state by the full model's positions."""
+        state: dict[int, Any] = {}
+        for group, saved in zip(optimizer.param_groups, local["param_groups"], strict=True):
+            for parameter, local_number in zip(group["params"], saved["params"], strict=True):
+                name = self._name_of.get(id(parameter), "")
+                if name not in numbers:
+                    raise ValueError(
+                        f"Parameter {name!r} was added to the optimizer after training began; its place in the full "
+                        "model's optimizer state is not known, so that no checkpoint can be written."
+                    )
+                if local_number in local["state"]:
+                    state[numbers[name]] = local["state"][local_number]
+        return state
+
+    def _collect(self, state: dict[int, Any], numbers: Mapping[str, int]) -> dict[int, Any]:
+        """Brings the state of what rank 0 lacks to rank 0, one component at a time; there the state becomes full."""
+        rank, own = self._groups.rank, state
+        if rank == 0:
+            names = {number: name for name, number in numbers.items()}
+            state = {number: self._full_size(names[number], entry) for number, entry in state.items()}
+        for holders, slices in self._remote:
+            wanted = [part for part in slices if part.name in numbers]
+            if wanted and rank == holders[0]:
+                self._send_state({i: (part, own.get(numbers[part.name])) for i, part in enumerate(wanted)})
+            elif wanted and rank == 0:
+                for i, entry in self._receive_state(holders[0]).items():
+                    self._put_state(wanted[i], entry, state.setdefault(numbers[wanted[i].name], {}))
+        return state
+
+    def _full_size(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """State of a parameter with its cut tensors at full size in host memory, this rank's entries in place."""
+        if name not in self._cut:
+            return dict(entry)
+        layout, shape = self._cut[name]
+        full: dict[str, Any] = {}
+        for key, value in entry.items():
+            full[key] = value
+            if self._is_local(name, value):
+                full[key] = torch.zeros(shape, dtype=value.dtype)
+                layout.put(value, full[key], self._groups.rank)
+        return full
+
+    def _is_local(self, name: str, value: Any) -> bool:
+        """Whether a value of the optimizer's state has an element for each one that this rank has of a parameter."""
+        if name not in self._cut or not isinstance(value, Tensor):
+            return False
+        layout, shape = self._cut[name]
+        return value.shape == layout.local_shape(shape, self._groups.rank) and value.dim() > 0
+
+    def _send_state(self, wanted: Mapping[int, tuple[ParamSlice, Mapping[str, Any] | None]]) -> None:
+        group, device = self._groups.world_group, self._groups.device
+        tensors: dict[str, Tensor] = {}
+        values: dict[int, dict[str, Any]] = {}
+        for i, (part, entry) in wanted.items():
+            if entry is None:
+                continue
+            values[i] = {}
+            for key, value in entry.items():
+                if self._is_local(part.name, value):
+                    value = self._cut[part.name][0].view(value, part, self._groups.rank)
+                if isinstance(value, Tensor):
+                    tensors[f"{i}/{key}"] = value
+                else:
+                    values[i][key] = value
+        shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        dist.send_object_list([shapes, values], 0, group=group, device=device)
+        send(tensors, 0, group, device)
+
+    def _receive_state(self, source: int) -> dict[int, dict[str, Any]]:
+        group, device = self._groups.world_group, self._groups.device
+        message: list[Any] = [None, None]
+        dist.recv_object_list(message, source, group=group, device=device)
+        shapes, states = message
+        like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in shapes.items()}
+        for name, tensor in receive(like, source, group, device).items():
+            number, _, key = name.partition("/")
+            states[int(number)][key] = tensor
+        return states
+
+    def _put_state(self, part: ParamSlice, received: Mapping[str, Any], entry: dict[str, Any]) -> None:
+        """Puts the received state of a parameter, or of one slice of it, into the full state."""
+        for key, value in received.items():
+            if part.dim is None or part.name not in self._cut or not isinstance(value, Tensor) or value.dim() == 0:
+                entry[key] = value
+            else:
+                shape = self._cut[part.name][1]
+                full = entry.setdefault(key, torch.zeros(shape, dtype=value.dtype))
+                full.narrow(part.dim, part.start, part.stop - part.start).copy_(value)
+
+    def _own_part(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the full state of a parameter."""
+        if name not in self._cut:
+            return dict(entry)
+        layout, shape = self._cut[name]
+        rank = self._groups.rank
+        return {k: layout.take(v, rank) if getattr(v, "shape", None) == shape else v for k, v in entry.items()}
+
+    def load_state_dict(self, position: int, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
+        """Loads this rank's part of a plain run's optimizer state.
+
+        Args:
+            position: Which of the optimizers.
+            optimizer: The optimizer.
+            full: The full model's state dict of that optimizer.
+
+        Raises:
+            ValueError: The state has other parameter groups than the optimizer.
+        """
+        layout = self._layout[position]
+        sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]
+        if sizes != expected:
+            raise ValueError(
+                f"The checkpoint's optimizer state has parameter groups of {sizes} parameters; this run's "
+                f"optimizer has {expected}."
+            )
+        state, groups, local_number = {}, [], 0
+        for names, saved, group in zip(layout, full["param_groups"], optimizer.param_groups, strict=True):
+            number_of = dict(zip(names, saved["params"], strict=True))
+            numbers = []
+            for parameter in group["params"]:
+                name = self._name_of[id(parameter)]
+                number = number_of[name]
+                if number in full["state"]:
+                    state[local_number] = self._own_part(name, full["state"][number])
+                numbers.append(local_number)
+                local_number += 1
+            groups.append({**saved, "params": numbers})
+        optimizer.load_state_dict({**full, "state": state, "param_groups": groups})
