@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_sdp import SDPStrategy
 
-MODELS = ("blocks", "resnet")
+MODELS = {"blocks": (16, 64), "resnet": (2, 3, 16, 16)}  # name → shape of a batch
+GRANULARITIES = ("block", "neuron")
+Contender = tuple[str, float] | None  # granularity and coverage; None is DDP
 _TIMEOUT = timedelta(seconds=60)
 # glibc otherwise gives freed gradients back to the system in some processes and not in others, depending on what was
 # allocated when; the page faults that follow are worth up to a tenth of a step. Other C libraries ignore these.
@@ -50,14 +52,19 @@ class Block(nn.Module):
 class Classifier(LightningModule):
     """A network, cross entropy and AdamW."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, input_shape: tuple[int, ...]) -> None:
         super().__init__()
         self.network = network
+        self.example_input_array = torch.zeros(input_shape)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The logits."""
+        return self.network(inputs)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss of a batch."""
         inputs, targets = batch
-        return nn.functional.cross_entropy(self.network(inputs), targets)
+        return nn.functional.cross_entropy(self(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over all parameters."""
@@ -75,27 +82,28 @@ def build_model(name: str) -> Classifier:
     if name == "blocks":
         width = 512
         blocks = [Block(width, 2 * width) for _ in range(12)]
-        return Classifier(nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10)))
+        return Classifier(nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10)), MODELS[name])
     from torchvision.models import resnet18
 
     network = resnet18(num_classes=10)
     network.conv1, network.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return Classifier(network)
+    return Classifier(network, MODELS[name])
 
 
 def make_batches(name: str, steps: int) -> DataLoader:
     """One small batch of noise per rank, once for every step."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (16, 64) if name == "blocks" else (2, 3, 16, 16)
+    shape = MODELS[name]
     batch = torch.randn(shape, generator=generator), torch.randint(0, 10, shape[:1], generator=generator)
     return DataLoader([batch] * steps, batch_size=None)  # type: ignore[arg-type]
 
 
-def make_strategy(coverage: float | None) -> DDPStrategy:
-    """SDP at a coverage, or DDP for ``None``."""
-    if coverage is None:
+def make_strategy(contender: Contender) -> DDPStrategy:
+    """SDP with a granularity and a coverage, or DDP for ``None``."""
+    if contender is None:
         return DDPStrategy(gradient_as_bucket_view=True)
-    return SDPStrategy(coverage=coverage, keep_ends=0)
+    granularity, coverage = contender
+    return SDPStrategy(granularity, coverage=coverage, keep_ends=0)
 
 
 def make_trainer(strategy: DDPStrategy, steps: int, callback: Callback) -> Trainer:
@@ -114,9 +122,9 @@ def make_trainer(strategy: DDPStrategy, steps: int, callback: Callback) -> Train
     )
 
 
-def label(coverage: float | None) -> str:
+def label(contender: Contender) -> str:
     """How a table names a strategy."""
-    return "DDP" if coverage is None else f"SDP, C = {coverage:g}"
+    return "DDP" if contender is None else f"SDP {contender[0]}s, C = {contender[1]:g}"
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> Any:

@@ -1,10 +1,11 @@
 """Time per training step: SDP at several coverages against DDP.
 
-    python -m benchmarks.step_time [--ranks 2] [--coverage 1 0.75 0.5] [--rounds 20] [--model blocks|resnet]
+    python -m benchmarks.step_time [--ranks 2] [--granularity block] [--coverage 1 0.75 0.5] [--rounds 20]
+        [--model blocks|resnet]
 
 Every contender is a real `Trainer.fit` with its own strategy, model and AdamW. A process runs all of them, each in a
 thread of its own, and only one at a time: after a few steps the running one hands its turn to the next. So one round
-holds a few steps of DDP and of each coverage, and whatever else slows the machine down meets them alike. The ratio of
+holds a few steps of DDP and of each granularity and coverage, and whatever else slows the machine down meets them alike. The ratio of
 a contender is the median over rounds of its time over DDP's in the same round.
 
 A step starts at a barrier of all ranks, when the batch is there, and spans Lightning's hooks, forward, backward with
@@ -18,6 +19,7 @@ the run, or give it more rounds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -29,11 +31,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import MODELS, build_model, label, make_batches, make_strategy, make_trainer, on_ranks
+from benchmarks.common import (
+    GRANULARITIES,
+    MODELS,
+    Contender,
+    build_model,
+    label,
+    make_batches,
+    make_strategy,
+    make_trainer,
+    on_ranks,
+)
 
 STEPS_PER_TURN = 4
 _WARM_UP_ROUNDS = 1
-_TARGETS = {1.0: 1.0, 0.5: 0.6}  # largest ratio to DDP, by coverage; for the block-dominated model
+# largest ratio to DDP, by contender; for the model that consists of blocks
+_TARGETS = {("block", 1.0): 1.0, ("block", 0.5): 0.6, ("neuron", 1.0): 1.0, ("neuron", 0.5): 0.65}
 
 
 class Turns:
@@ -84,12 +97,12 @@ class Stopwatch(Callback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def measure(model: str, contenders: Sequence[float | None], rounds: int) -> Tensor:
+def measure(model: str, contenders: Sequence[Contender], rounds: int) -> Tensor:
     """Times all contenders on this rank, in turns.
 
     Args:
         model: Name of the model.
-        contenders: Coverages; ``None`` is DDP.
+        contenders: Granularities and coverages; ``None`` is DDP.
         rounds: Turns of each contender that count.
 
     Returns:
@@ -122,7 +135,7 @@ def measure(model: str, contenders: Sequence[float | None], rounds: int) -> Tens
     return torch.stack(ranks, dim=-1)[:, _WARM_UP_ROUNDS:]
 
 
-def report(seconds: Tensor, model: str, contenders: Sequence[float | None]) -> Table:
+def report(seconds: Tensor, model: str, contenders: Sequence[Contender]) -> Table:
     """The table of results; the first contender is DDP."""
     ranks = seconds.shape[-1]
     table = Table(
@@ -133,12 +146,12 @@ def report(seconds: Tensor, model: str, contenders: Sequence[float | None]) -> T
     for column in ("ms, mean rank", "ratio", "ms, slowest rank", "ratio", "quartiles", "target"):
         table.add_column(column, justify="right", min_width=5)
     mean, slowest = seconds.mean(-1), seconds.amax(-1)
-    for i, coverage in enumerate(contenders):
+    for i, contender in enumerate(contenders):
         ratio_of_mean, ratio = (t[i].median(-1).values / t[0].median(-1).values for t in (mean, slowest))
         low, middle, high = ratio.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
-        target = _TARGETS.get(coverage or 0.0) if model == "blocks" else None
+        target = _TARGETS.get(contender) if contender and model == "blocks" else None
         table.add_row(
-            label(coverage),
+            label(contender),
             f"{1e3 * mean[i].median():.1f}",
             f"{ratio_of_mean.quantile(0.5):.3f}",
             f"{1e3 * slowest[i].median():.1f}",
@@ -153,11 +166,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Time per training step of SDP against DDP.")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--granularity", choices=GRANULARITIES, nargs="+", default=["block"])
     parser.add_argument("--coverage", type=float, nargs="+", default=[1.0, 0.75, 0.5])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", choices=MODELS, default="blocks")
     args = parser.parse_args()
-    contenders = [None, *args.coverage]
+    contenders = [None, *itertools.product(args.granularity, args.coverage)]
     seconds = on_ranks(measure, args.ranks, args.model, contenders, args.rounds)
     Console().print(report(seconds, args.model, contenders))
 

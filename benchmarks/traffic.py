@@ -1,6 +1,7 @@
 """Bytes sent per training step, counted by the kernel, against the plan's own forecast.
 
-    python -m benchmarks.traffic [--ranks 2|3|4] [--coverage 0.5 1] [--steps 20] [--model blocks|resnet]
+    python -m benchmarks.traffic [--ranks 2|3|4] [--granularity block] [--coverage 0.5 1] [--steps 20]
+        [--model blocks|resnet]
 
 All ranks run on this machine and talk over the loopback interface, whose transmit counter therefore adds up what every
 rank sends. It is read at barriers before and after a number of steps of a real `Trainer.fit`, once the first steps
@@ -17,6 +18,7 @@ flags (one number per parameter) and the last barrier. All of this is overhead t
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -28,7 +30,17 @@ from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import MODELS, build_model, label, make_batches, make_strategy, make_trainer, on_ranks
+from benchmarks.common import (
+    GRANULARITIES,
+    MODELS,
+    Contender,
+    build_model,
+    label,
+    make_batches,
+    make_strategy,
+    make_trainer,
+    on_ranks,
+)
 from lightning_sdp import MaskPlan, communication_bytes
 
 _WARM_UP_STEPS = 6  # more than DDP and SDP need to settle their buckets
@@ -69,22 +81,23 @@ class Counter(Callback):
             self._before = now
 
 
-def measure(model: str, contenders: Sequence[float | None], steps: int) -> list[float]:
-    """Bytes per step that all ranks together send, for each coverage; ``None`` is DDP."""
+def measure(model: str, contenders: Sequence[Contender], steps: int) -> list[float]:
+    """Bytes per step that all ranks together send, for each contender; ``None`` is DDP."""
     results = []
-    for coverage in contenders:
+    for contender in contenders:
         counter = Counter(steps)
         total = _WARM_UP_STEPS + steps
-        trainer = make_trainer(make_strategy(coverage), total, counter)
+        trainer = make_trainer(make_strategy(contender), total, counter)
         trainer.fit(build_model(model), make_batches(model, total))
         results.append(counter.bytes_per_step)
     return results
 
 
-def forecast(model: str, coverage: float | None, ranks: int) -> int:
+def forecast(model: str, contender: Contender, ranks: int) -> int:
     """Bytes per step that the plan expects all ranks together to send."""
     module = build_model(model)
-    plan = MaskPlan.build(module, num_subnetworks=ranks, coverage=coverage or 1.0, keep_ends=0)
+    granularity, coverage = contender or ("block", 1.0)
+    plan = MaskPlan.build(module, num_subnetworks=ranks, granularity=granularity, coverage=coverage, keep_ends=0)
     return sum(communication_bytes(plan, module))
 
 
@@ -105,16 +118,16 @@ def enter_namespace() -> bool:
     os.execvp(enter[0], [*enter, sys.executable, "-m", "benchmarks.traffic", *sys.argv[1:]])
 
 
-def report(measured: Sequence[float], model: str, contenders: Sequence[float | None], ranks: int) -> Table:
+def report(measured: Sequence[float], model: str, contenders: Sequence[Contender], ranks: int) -> Table:
     """The table of results; the first contender is DDP."""
     table = Table(title=f"MB sent per step by all ranks: {model}, {ranks} ranks", caption="Headers and ACKs included.")
     table.add_column("strategy")
     for column in ("measured", "forecast", "measured / forecast", "of DDP's"):
         table.add_column(column, justify="right")
-    for coverage, value in zip(contenders, measured, strict=True):
-        expected = forecast(model, coverage, ranks)
+    for contender, value in zip(contenders, measured, strict=True):
+        expected = forecast(model, contender, ranks)
         table.add_row(
-            label(coverage),
+            label(contender),
             f"{value / 1e6:.3f}",
             f"{expected / 1e6:.3f}",
             f"{value / expected:.4f}" if expected else "",
@@ -127,12 +140,13 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Bytes sent per training step against the plan's forecast.")
     parser.add_argument("--ranks", type=int, choices=(2, 3, 4), default=2)
+    parser.add_argument("--granularity", choices=GRANULARITIES, nargs="+", default=["block"])
     parser.add_argument("--coverage", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", choices=MODELS, default="blocks")
     args = parser.parse_args()
     alone = enter_namespace()
-    contenders = [None, *args.coverage]
+    contenders = [None, *itertools.product(args.granularity, args.coverage)]
     measured = on_ranks(measure, args.ranks, args.model, contenders, args.steps)
     if not alone:
         print("No network namespace is permitted here: other traffic over loopback counts as well.")
