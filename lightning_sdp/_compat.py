@@ -9,6 +9,7 @@ import torch.nn as nn
 from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathType
+from lightning.pytorch import Trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
@@ -20,6 +21,7 @@ __all__ = [
     "metric_counters",
     "optimizer_to_device",
     "optimizers_to_device",
+    "train_dataloader",
 ]
 
 _METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
@@ -33,3 +35,9 @@ def after_backward(function: Any) -> None:
 def metric_counters(metric: nn.Module) -> dict[str, Any]:
     """What a torchmetrics metric remembers besides its states."""
     return {name: metric.__dict__[name] for name in _METRIC_COUNTERS if name in metric.__dict__}
+
+
+def train_dataloader(trainer: Trainer) -> Any:
+    """What the user gave a trainer as training data: one or several dataloaders."""
+    source = trainer.fit_loop._data_source
+    return source.dataloader()

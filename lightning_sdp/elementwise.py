@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -55,7 +56,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return torch.allclose(parts[0], whole[1:4], atol=1e-12) and torch.allclose(parts[1], whole[:, 1:3], atol=1e-12)
 
 
-def _train(cls: type[Optimizer], options: dict[str, object], rows: slice, columns: slice) -> Tensor:
+def _train(cls: type[Optimizer], options: dict[str, Any], rows: slice, columns: slice) -> Tensor:
     """A few steps on a part of a tensor, with the gradients that the whole would have there."""
     values = torch.linspace(-1, 1, 24 * (_STEPS + 1), dtype=torch.float64).sin().view(_STEPS + 1, 6, 4)
     parameter = values[0, rows, columns].clone().requires_grad_()

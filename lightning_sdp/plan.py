@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 
 from lightning_sdp.assignment import assign, assign_chunks, check_coverage
-from lightning_sdp.components import Component, Discovery, Group, ParamSlice, discover
+from lightning_sdp.components import Component, Discovery, Group, ParamSlice, Skip, discover, named_block
+from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.discovery import KeepEnds
 from lightning_sdp.components.neurons import discover_groups
 from lightning_sdp.layout import Run, TensorLayout, make_layout
@@ -56,6 +57,7 @@ class MaskPlan:
         kept: Components that every worker holds.
         shared_size: Parameters outside of all components, where known.
         groups: The coupled groups that the components are chunks of, where known.
+        skips: What remains of each block where it is missing, where known.
         reasons: Why other parts of the model are held by everyone, by name.
 
     Raises:
@@ -74,6 +76,7 @@ class MaskPlan:
         kept: Sequence[Kept] = (),
         shared_size: int | None = None,
         groups: Sequence[Group] = (),
+        skips: Mapping[str, Skip] | None = None,
         reasons: Mapping[str, str] | None = None,
     ) -> None:
         pairs = list(holders)
@@ -91,7 +94,7 @@ class MaskPlan:
         self.components = tuple(component for component, _ in pairs)
         self.kept = tuple(kept)
         self.groups = tuple(groups)
-        self.reasons = dict(reasons or {})
+        self.skips, self.reasons = dict(skips or {}), dict(reasons or {})
         self.sizes = None if sizes is None else tuple(sizes)
         self.shared_size = shared_size
         self._costs = tuple(costs or sizes or [1.0] * len(pairs))
@@ -124,6 +127,10 @@ class MaskPlan:
     def missing_on(self, worker: int) -> tuple[Component, ...]:
         """The components that a worker lacks, in the model's order."""
         return tuple(c for c in self.components if worker not in self._holders[c.name])
+
+    def skip(self, name: str, block: nn.Module) -> Skip:
+        """What remains of a block of the plan where it is missing."""
+        return self.skips.get(name) or named_block(name, block).skip
 
     def held_units(self, group: Group, worker: int) -> list[int]:
         """The units of a group that a worker holds, ascending."""
@@ -216,6 +223,7 @@ class MaskPlan:
         balance: str = "params",
         seed: int = 0,
         example_inputs: Any = None,
+        record: RecordCalls | None = None,
     ) -> MaskPlan:
         """Finds a model's components and gives each to its holders; see `SDPStrategy` for the arguments.
 
@@ -232,7 +240,8 @@ class MaskPlan:
             balance: What the assignment evens out: ``"params"`` or ``"count"``.
             seed: Varies the assignment; the global random state is neither read nor changed.
             example_inputs: Sample input of the model's forward, a tensor, a tuple of arguments or a dict of keyword
-                arguments; default: ``module.example_input_array`` where there is one. Neurons only.
+                arguments; default: ``module.example_input_array`` where there is one.
+            record: Finds out, if need be, how the model's modules are called where there is no sample input.
 
         Raises:
             ValueError: An argument is not understood or cannot be honored for this model.
@@ -250,6 +259,7 @@ class MaskPlan:
             keep_ends,
             on_unsliceable=on_unsliceable,
             example_inputs=example_inputs,
+            record=record,
         )
         if granularity == "neuron":
             chunks = [group.chunks(num_subnetworks, group.name in found.padded) for group in found.groups]
@@ -266,12 +276,13 @@ class MaskPlan:
         report = _report(module, found, sizes)
         return cls(num_subnetworks, pairs, granularity=granularity, costs=costs, **report)
 
-    def fit(self, module: nn.Module, example_inputs: Any = None) -> MaskPlan:
+    def fit(self, module: nn.Module, example_inputs: Any = None, record: RecordCalls | None = None) -> MaskPlan:
         """Checks that the plan fits a model, and learns the model's sizes for its reports.
 
         Args:
             module: The full model.
             example_inputs: Sample input, as for `build`.
+            record: As for `build`.
 
         Returns:
             The same plan, with sizes.
@@ -281,20 +292,21 @@ class MaskPlan:
                 registered outside its component as well.
         """
         if self.granularity == "neuron":
-            found = self._fit_groups(module, example_inputs)
+            found = self._fit_groups(module, example_inputs, record)
         else:
-            self._fit_blocks(module)
-            found = Discovery(self.components, (), {})
+            found = self._fit_blocks(module, example_inputs, record)
         pairs = [(component, self._holders[component.name]) for component in self.components]
         report = _report(module, found, _sizes(module, self.components))
         return MaskPlan(self.num_subnetworks, pairs, granularity=self.granularity, **report | {"kept": ()})
 
-    def _fit_groups(self, module: nn.Module, example_inputs: Any) -> Discovery:
+    def _fit_groups(self, module: nn.Module, example_inputs: Any, record: RecordCalls | None) -> Discovery:
         chunks: dict[str, list[Component]] = {}
         for component in self.components:
             chunks.setdefault(component.name.rpartition("[")[0], []).append(component)
         padded = {name for name, own in chunks.items() if any(chunk.padded for chunk in own)}
-        groups, reasons = discover_groups(module, list(chunks), padded=padded, example_inputs=example_inputs)
+        groups, reasons = discover_groups(
+            module, list(chunks), padded=padded, example_inputs=example_inputs, record=record
+        )
         for group in groups:
             planned, actual = chunks[group.name], group.chunks(len(chunks[group.name]), group.name in padded)
             if len(planned) != len(actual):
@@ -309,7 +321,7 @@ class MaskPlan:
                     raise ValueError(f"The plan does not fit the model: component {have.name!r} differs in {names}.")
         return Discovery(self.components, (), reasons, tuple(groups), frozenset(padded))
 
-    def _fit_blocks(self, module: nn.Module) -> None:
+    def _fit_blocks(self, module: nn.Module, example_inputs: Any, record: RecordCalls | None) -> Discovery:
         modules = dict(module.named_modules())
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
         seen: dict[str, str] = {}
@@ -327,12 +339,14 @@ class MaskPlan:
                 if not part.name.startswith(component.name + "."):
                     raise ValueError(f"The plan's component {component.name!r} cannot own {part.name!r}.")
                 seen[part.name] = component.name
-        found = discover(module, self.granularity, [c.name for c in self.components])
+        names = [component.name for component in self.components]
+        found = discover(module, "block", names, example_inputs=example_inputs, record=record)
         for planned, actual in zip(sorted(self.components, key=str), sorted(found.maskable, key=str), strict=True):
             if planned.name != actual.name or set(planned.slices) != set(actual.slices):
                 odd = set(planned.slices) ^ set(actual.slices)
-                names = ", ".join(sorted(part.name for part in odd)[:3]) or actual.name
-                raise ValueError(f"The plan does not fit the model: component {planned.name!r} differs in {names}.")
+                which = ", ".join(sorted(part.name for part in odd)[:3]) or actual.name
+                raise ValueError(f"The plan does not fit the model: component {planned.name!r} differs in {which}.")
+        return found
 
     # reading and writing
 
@@ -420,5 +434,11 @@ def _report(module: nn.Module, found: Discovery, sizes: Sequence[int]) -> dict[s
     kept_sizes = _sizes(module, [component for component, *_ in found.kept])
     kept = [Kept(c.name, why, size, at) for (c, why, at), size in zip(found.kept, kept_sizes, strict=True)]
     total = sum(parameter.numel() for parameter in module.parameters())
-    shared = total - sum(sizes)
-    return {"sizes": sizes, "kept": kept, "shared_size": shared, "groups": found.groups, "reasons": found.reasons}
+    return {
+        "sizes": sizes,
+        "kept": kept,
+        "shared_size": total - sum(sizes),
+        "groups": found.groups,
+        "skips": found.skips,
+        "reasons": found.reasons,
+    }

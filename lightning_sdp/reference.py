@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdp._compat import BatchNorm
-from lightning_sdp.components import Skip, named_block
+from lightning_sdp.components import Skip
 from lightning_sdp.plan import MaskPlan
 
 
@@ -64,9 +64,8 @@ class SDPReference:
         self._loss = loss or _training_loss
         self._accumulate = accumulate_grad_batches
         self._clip_val, self._clip_algorithm = gradient_clip_val, gradient_clip_algorithm
-        self._skips: dict[str, Skip] = {
-            c.name: named_block(c.name, module.get_submodule(c.name)).skip for c in plan.components if c.kind == "block"
-        }
+        blocks = [component.name for component in plan.components if component.kind == "block"]
+        self._skips: dict[str, Skip] = {name: plan.skip(name, module.get_submodule(name)) for name in blocks}
         self._masks = {
             name: [plan.element_mask(name, self._worker(r), p.shape) for r in range(self.world_size)]
             for name, p in [*module.named_parameters(), *module.named_buffers()]

@@ -10,6 +10,7 @@ import torch.nn as nn
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_sdp.assignment import check_shares
+from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.discovery import GRANULARITIES, ON_UNSLICEABLE, KeepEnds
 from lightning_sdp.plan import BALANCES, MaskPlan
 
@@ -47,7 +48,13 @@ class MaskSettings:
         if workers != "auto" and (type(workers) is not int or workers < 1):
             raise ValueError(f"num_subnetworks={workers!r} must be a positive number of workers or 'auto'.")
 
-    def make_plan(self, module: nn.Module, world_size: int, record: Mapping[str, Any] | None = None) -> MaskPlan:
+    def make_plan(
+        self,
+        module: nn.Module,
+        world_size: int,
+        record: Mapping[str, Any] | None = None,
+        record_calls: RecordCalls | None = None,
+    ) -> MaskPlan:
         """The plan for a model and a number of processes.
 
         Args:
@@ -55,6 +62,7 @@ class MaskSettings:
             world_size: Number of processes.
             record: What a checkpoint remembers of its plan. With the same settings its plan is used again, so that new
                 cost figures never change a running experiment.
+            record_calls: Finds out, if need be, how the model's modules are called.
 
         Raises:
             ValueError: The settings do not fit the model or the world.
@@ -66,10 +74,10 @@ class MaskSettings:
                 raise ValueError(
                     f"plan is for {plan.num_subnetworks} workers, which does not divide the {world_size} processes."
                 )
-            return plan.fit(module)
+            return plan.fit(module, record=record_calls)
         workers = self.workers(world_size)
         if record is not None and record.get("settings") == self._plan_settings(workers):
-            return MaskPlan.from_json(record["plan"]).fit(module)
+            return MaskPlan.from_json(record["plan"]).fit(module, record=record_calls)
         return MaskPlan.build(
             module,
             num_subnetworks=workers,
@@ -81,6 +89,7 @@ class MaskSettings:
             on_unsliceable=self.on_unsliceable,
             balance=self.balance,
             seed=self.seed,
+            record=record_calls,
         )
 
     def workers(self, world_size: int) -> int:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from lightning_sdp.elementwise import require_elementwise
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_locally, clip_over_the_world
+from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
 from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters
 from lightning_sdp.subnetwork import Subnetwork
@@ -71,6 +73,8 @@ class SDPStrategy(DDPStrategy):
         eval_model: What validation, test and prediction run: the ``"full"`` model, or each worker's ``"subnetwork"``.
         recalibrate_batchnorm: Training batches per rank that re-estimate BatchNorm's statistics for the full model; 0
             uses the mean over holders instead, which rarely fits the full model.
+        record_inputs: Whether one training batch may be run through the full model before training where neither its
+            code nor an ``example_input_array`` tells how its blocks are called.
         accelerator: As for `DDPStrategy`.
         parallel_devices: As for `DDPStrategy`.
         cluster_environment: As for `DDPStrategy`.
@@ -106,6 +110,7 @@ class SDPStrategy(DDPStrategy):
         find_unused_parameters: bool | None = None,
         eval_model: str = "full",
         recalibrate_batchnorm: int = 16,
+        record_inputs: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -148,6 +153,7 @@ class SDPStrategy(DDPStrategy):
         self.bucket_cap_mb = bucket_cap_mb
         self.eval_model = eval_model
         self.recalibrate_batchnorm = recalibrate_batchnorm
+        self.record_inputs = record_inputs
         self._checkpoint_record: Mapping[str, Any] | None = None
         self._lost: tuple[str, ...] = ()
         self.plan = None
@@ -188,8 +194,9 @@ class SDPStrategy(DDPStrategy):
         self._lost, self._layout = (), None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
+        record = partial(record_training_calls, trainer, module) if fitting and self.record_inputs else None
         self.plan = agree(
-            lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record),
+            lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record, record),
             lambda plan: _fingerprint(plan, module),
         )
         everywhere = all(len(workers) == self.plan.num_subnetworks for workers in self.plan.holder_sets)

@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_sdp.components import Group, Skip, named_block
+from lightning_sdp.components import Group, Skip
 from lightning_sdp.components.slicing import Edit, PaddedSpec, padded_edits, structure_edits
 from lightning_sdp.layout import TensorLayout
 from lightning_sdp.plan import MaskPlan
@@ -127,7 +127,7 @@ class Subnetwork:
         self.attached = True
         self._device: torch.device | None = None
         blocks = [(c.name, module.get_submodule(c.name)) for c in lacking if c.kind == "block"]
-        self._blocks = [_HollowBlock(block, named_block(name, block).skip) for name, block in blocks]
+        self._blocks = [_HollowBlock(block, plan.skip(name, block)) for name, block in blocks]
         by_id = {id(tensor): tensor for tensor in self.missing.values()}
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         for submodule in module.modules():

@@ -27,13 +27,13 @@ def communication_bytes(plan: MaskPlan, module: nn.Module, *, ranks_per_worker: 
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        size = parameter.numel() * parameter.element_size()
+        bytes_ = parameter.numel() * parameter.element_size()
         shares = [(holders.get(name, everyone), 1.0)]
         if name in layouts:
             layout = layouts[name]
             shares = [(part.holders, sum(b - a for a, b in part.runs) / layout.size) for part in layout.parts]
         for workers, share in shares:
-            payload[workers] = payload.get(workers, 0.0) + share * size
+            payload[workers] = payload.get(workers, 0.0) + share * bytes_
     sent = [0.0] * plan.num_subnetworks
     for workers, size in payload.items():
         members = len(workers) * ranks_per_worker

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_sdp._compat import BatchNorm, metric_counters
+from lightning_sdp._compat import BatchNorm
+from lightning_sdp.rehearsal import protected, run_training_step
 from lightning_sdp.sync.buffers import BufferSync, Weighted
 
 
@@ -88,26 +85,19 @@ class BatchNormRecalibration(Callback):
         norms = {name: norm for name, norm in norms.items() if self._modes.get(norm, False)}
         if not self._latest or not norms:
             return {}
-        with _protected(trainer, module), _collecting(norms):
+        with protected(trainer, module), _collecting(norms):
             for submodule, training in self._modes.items():
                 submodule.training = training
             for batch, batch_idx in self._latest:
-                self._run(trainer, module, batch, batch_idx)
+                try:
+                    run_training_step(trainer, module, batch, batch_idx)
+                except Exception as error:
+                    raise RuntimeError(
+                        "training_step failed while BatchNorm's statistics were re-estimated for the full model (it "
+                        "runs there without gradients, logging and optimizers). Pass recalibrate_batchnorm=0 to leave "
+                        "that out."
+                    ) from error
             return {name: _statistics(norm) for name, norm in norms.items()}
-
-    def _run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps the batch that arrived, and which modules are in train mode."""
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        args = (batch, batch_idx)
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        try:
-            with trainer.precision_plugin.train_step_context():
-                module.training_step(*args if takes_index else args[:1])
-        except Exception as error:
-            raise RuntimeError(
-                "training_step failed while BatchNorm's statistics were re-estimated for the full model (it runs there "
-                "without gradients, logging and optimizers). Pass recalibrate_batchnorm=0 to leave that out."
-            ) from error
 
 
 def update_statistics(
@@ -152,82 +142,3 @@ def _collecting(norms: dict[str, nn.Module]) -> Iterator[None]:
         for norm, (momentum, counter) in saved.items():
             norm.momentum = momentum
             norm.num_batches_tracked.copy_(counter)  # type: ignore[operator,union-attr]
-
-
-@contextmanager
-def _protected(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Runs ``training_step`` without a trace: no gradients, and everything that it may change comes back."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(isolate_rng())
-        stack.enter_context(_state_restored(module))
-        stack.enter_context(_silenced(trainer, module))
-        yield
-
-
-@contextmanager
-def _state_restored(module: LightningModule) -> Iterator[None]:
-    modes = {submodule: submodule.training for submodule in module.modules()}
-    buffers = {b: b.clone() for m in module.modules() if not isinstance(m, BatchNorm) for b in m.buffers(recurse=False)}
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    states: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({k: _copied(v) for k, v in m.metric_state.items()}, metric_counters(m)) for m in metrics
-    ]
-    try:
-        yield
-    finally:
-        for submodule, training in modes.items():
-            submodule.training = training
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
-        for metric, (state, counters) in zip(metrics, states, strict=True):
-            for key, value in state.items():
-                setattr(metric, key, value)
-            metric.__dict__.update(counters)
-
-
-def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return state.clone() if isinstance(state, Tensor) else list(state)
-
-
-class _Inert:
-    """Stands for an optimizer or scheduler: every method does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _nothing
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _nothing(*_: Any, **__: Any) -> _Inert:
-    return _Inert()
-
-
-@contextmanager
-def _silenced(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """``training_step`` neither logs nor optimizes, and believes that it trains."""
-    patches: dict[str, Any] = {"log": _nothing, "log_dict": _nothing}
-    if not module.automatic_optimization:
-        for name in ("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
-            patches[name] = _nothing
-        patches["optimizers"] = _inert_like(module.optimizers())
-        patches["lr_schedulers"] = _inert_like(module.lr_schedulers())
-    loggers, stage = trainer.loggers, trainer.state.stage
-    module.__dict__.update(patches)
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    trainer.training = True
-    try:
-        yield
-    finally:
-        for name in patches:
-            module.__dict__.pop(name)
-        trainer.loggers = loggers
-        trainer.state.stage = stage
-
-
-def _inert_like(value: Any) -> Callable[..., Any]:
-    inert = [_Inert() for _ in value] if isinstance(value, (list, tuple)) else _Inert()
-    return lambda *_, **__: inert

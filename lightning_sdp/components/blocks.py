@@ -1,38 +1,18 @@
-"""Residual blocks: found by reading the forward of each module, with its children as black boxes.
-
-[Note: What a skip path is]
-The forward of one module is traced symbolically (torch.fx) with every child as a leaf, so that a few nodes remain.
-Seen backwards from the output, the skip path runs over additions and parameter-free functions of one input to an
-argument of the forward: ``x + f(x)``, ``relu(x + f(x))``, ``x + f(x) + g(x)``. Where an addition has no such operand,
-one of its operands may be a projection: modules in a row, applied to the argument, and fewer of them than in the other
-operand (a ResNet's ``downsample``). What is added has to depend on the argument's values: positions or a bias are no
-branch. A module with parameters *after* the addition (a post-norm) or any other function ends the search: such a module
-stays whole. Innermost modules win, so that a whole network that adds its input to its output does not count as one
-block.
-"""
+"""Residual blocks: which modules are one, and what belongs to them."""
 
 from __future__ import annotations
 
-import inspect
-import operator
-import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.fx as fx
 import torch.nn as nn
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_sdp.components.base import Component, ParamSlice
+from lightning_sdp.components.calls import KnownCalls
 from lightning_sdp.components.registry import Skip, first_argument, registered_skip
-
-_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_UNARY = {"relu", "relu_", "gelu", "silu", "leaky_relu", "tanh", "sigmoid", "hardtanh", "hardswish", "elu", "relu6"}
-_UNARY |= {"dropout", "contiguous", "clone", "to", "float", "type_as", "mish", "softplus"}
-_SHAPE_METHODS = {"size", "dim", "numel", "stride", "new_zeros", "new_ones"}
+from lightning_sdp.components.skips import identity_skip, is_unreadable, trace_skip
 
 
 @dataclass(frozen=True)
@@ -50,239 +30,15 @@ class Block:
     skip: Skip
 
 
-class _LeafTracer(fx.Tracer):
-    """Traces one module: children are leaves, and variadic arguments are empty."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        variadic = node.op == "placeholder" and str(node.target).startswith("*")
-        return _Nothing(node, self) if variadic else super().proxy(node)
-
-
-class _Nothing(fx.Proxy):
-    """``*args`` or ``**kwargs`` of a call without such arguments."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __contains__(self, key: object) -> bool:
-        return False
-
-    def keys(self) -> Any:
-        return ()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return default
-
-    pop = get
-
-
-@dataclass(frozen=True)
-class _SkipPath:
-    """Runs the nodes of a traced skip path: an argument of the forward through parameter-free functions and modules."""
-
-    signature: inspect.Signature
-    argument: str
-    nodes: tuple[fx.Node, ...]
-    extra_outputs: tuple[str | None, ...] | None  # further elements of a returned tuple: arguments passed on, or None
-
-    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        value = bound.arguments[self.argument]
-        if self.nodes and _is_parameter_free(block, self.nodes[0]):
-            # Behind the addition a function may work in place (a ResNet's ReLU does); the block's input must not
-            # change.
-            value = value.clone()
-        for node in self.nodes:
-            if node.op == "call_module":
-                function: Callable[..., Any] = block.get_submodule(str(node.target))
-            elif node.op == "call_method":
-                function = getattr(type(value), str(node.target))
-            else:
-                function = node.target  # type: ignore[assignment]
-            mode = {"training": block.training} if "training" in node.kwargs else {}
-            value = function(value, *node.args[1:], **{**node.kwargs, **mode})
-        if self.extra_outputs is None:
-            return value
-        return (value, *(name and bound.arguments[name] for name in self.extra_outputs))
-
-
-def _input_nodes(node: fx.Node) -> list[fx.Node]:
-    return list(node.all_input_nodes)
-
-
-def _is_addition(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and node.target in _ADDITIONS and len(_input_nodes(node)) == 2
-
-
-def _is_single_input(node: fx.Node) -> bool:
-    """Whether a node's first argument is the only one that is not constant."""
-    others: list[fx.Node] = []
-    fx.node.map_arg((node.args[1:], node.kwargs), others.append)
-    return len(_input_nodes(node)) == 1 and not others
-
-
-def _reads_values(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether a node depends on the values of an argument, and not merely on its shape."""
-    seen: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current is argument:
-            return True
-        of_shape = current.target is getattr or (current.op == "call_method" and current.target in _SHAPE_METHODS)
-        if current not in seen and not of_shape:
-            seen[current] = None
-            stack.extend(_input_nodes(current))
-    return False
-
-
-def _is_parameter_free(block: nn.Module, node: fx.Node) -> bool:
-    """Whether a node is a function of one tensor without parameters."""
-    if not _is_single_input(node):
-        return False
-    if node.op == "call_module":
-        child = block.get_submodule(str(node.target))
-        return next(child.parameters(), None) is None and next(child.buffers(), None) is None
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in _UNARY
-
-
-def _identity_path(block: nn.Module, node: fx.Node) -> list[fx.Node] | None:
-    if node.op == "placeholder":
-        return [node]
-    if _is_addition(node):
-        paths = (_identity_path(block, operand) for operand in _input_nodes(node))
-        return next(([*path, node] for path in paths if path is not None), None)
-    if _is_parameter_free(block, node):
-        path = _identity_path(block, _input_nodes(node)[0])
-        return None if path is None else [*path, node]
-    return None
-
-
-def _projection_path(block: nn.Module, node: fx.Node) -> list[fx.Node] | None:
-    if node.op == "placeholder":
-        return [node]
-    if (node.op == "call_module" and _is_single_input(node)) or _is_parameter_free(block, node):
-        path = _projection_path(block, _input_nodes(node)[0])
-        return None if path is None else [*path, node]
-    return None
-
-
-def _count_modules(node: fx.Node) -> int:
-    seen: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in seen:
-            seen[current] = None
-            stack.extend(_input_nodes(current))
-    return sum(n.op == "call_module" for n in seen)
-
-
-def _find_path(block: nn.Module, output: fx.Node) -> list[fx.Node] | None:
-    """Nodes of the skip path from an argument to the output, with the additions; see the note above."""
-    tail: list[fx.Node] = []
-    node = output
-    while not _is_addition(node):
-        if not _is_parameter_free(block, node):
-            return None
-        tail.insert(0, node)
-        node = _input_nodes(node)[0]
-    path = _identity_path(block, node)
-    if path is None:
-        for operand, other in (_input_nodes(node), _input_nodes(node)[::-1]):
-            candidate = _projection_path(block, operand)
-            if candidate is not None and _count_modules(operand) < _count_modules(other):
-                path = [*candidate, node]
-                break
-    if path is None:
-        return None
-    branches = [operand for addition in path if _is_addition(addition) for operand in _input_nodes(addition)]
-    if not any(_reads_values(branch, path[0]) for branch in branches if branch not in path):
-        return None
-    return path + tail
-
-
-@contextmanager
-def _untouched(block: nn.Module) -> Iterator[None]:
-    """Takes back what a traced forward does to its module and to the global random streams."""
-    state = dict(block.__dict__)
-    trees = [(tree, dict(tree)) for tree in (block._parameters, block._buffers, block._modules)]
-    values = [(buffer, buffer.clone()) for buffer in block.buffers(recurse=False)]
-    try:
-        with isolate_rng(include_cuda=False):
-            torch.default_generator.manual_seed(0)  # what is drawn must not differ between ranks
-            random.seed(0)
-            yield
-    finally:
-        for current, before in [(block.__dict__, state), *trees]:
-            current.clear()
-            current.update(before)
-        for buffer, value in values:
-            with torch.no_grad():
-                buffer.copy_(value)
-
-
-def _trace_output(block: nn.Module, concrete_args: dict[str, Any]) -> Any:
-    """What the traced forward of a block returns; raises what user code under a tracer raises, which is anything."""
-    with _untouched(block):
-        graph = _LeafTracer().trace(block, concrete_args=concrete_args)
-    return next(node for node in graph.nodes if node.op == "output").args[0]
-
-
-def _arguments_passed_on(output: Any) -> tuple[str | None, ...] | None:
-    """For each further element of a returned tuple the argument that it is, or ``None``; ``None`` without a tuple."""
-    if not isinstance(output, (tuple, list)) or not output:
-        return None
-    return tuple(str(o.target) if isinstance(o, fx.Node) and o.op == "placeholder" else None for o in output[1:])
-
-
-def trace_skip(block: nn.Module) -> Skip | str:
-    """Finds the skip path of a residual block by tracing its forward.
-
-    Optional arguments of the forward are traced at their defaults. A block that returns a tuple has its skip path in
-    the first element; where it is missing, the others are ``None`` unless they are arguments passed through.
-
-    Args:
-        block: The module; parameters may be on the meta device.
-
-    Returns:
-        The skip, or the reason why the module is not understood as a residual block.
-    """
-    signature = inspect.signature(type(block).forward.__get__(block))
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty and p.kind in kinds}
-    defaults = {n: value for n, value in defaults.items() if not isinstance(value, (tuple, list, dict))}
-    try:
-        output = _trace_output(block, defaults)
-    except Exception as error:
-        return (
-            f"its forward cannot be traced ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-        )
-    extra = _arguments_passed_on(output)
-    if extra is not None:
-        output = output[0]
-        if None in extra and defaults:  # an optional argument passed on looks like a constant: try without defaults
-            with suppress(Exception):
-                again = _arguments_passed_on(_trace_output(block, {})) or ()
-                extra = tuple(first or second for first, second in zip(extra, again, strict=True))
-    path = _find_path(block, output) if isinstance(output, fx.Node) else None
-    if path is None:
-        return "no path of additions leads from an input to its output"
-    argument = str(path[0].target).lstrip("*")
-    nodes = tuple(node for node in path[1:] if not _is_addition(node))
-    children = dict.fromkeys(str(n.target).split(".")[0] for n in nodes if n.op == "call_module")
-    return Skip(_SkipPath(signature, argument, nodes, extra), tuple(children))
+def _listed_alike(module: nn.Module) -> set[str]:
+    """Names of modules that stand beside another one of their class in a list or sequence."""
+    names = set()
+    for path, parent in module.named_modules():
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            children = list(parent.named_children())
+            counts = Counter(type(child) for _, child in children)
+            names |= {f"{path}.{name}" if path else name for name, child in children if counts[type(child)] > 1}
+    return names
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -294,17 +50,19 @@ def _is_candidate(module: nn.Module) -> bool:
     )
 
 
-def find_blocks(module: nn.Module) -> tuple[list[Block], dict[str, str]]:
+def find_blocks(module: nn.Module, calls: KnownCalls | None = None) -> tuple[list[Block], dict[str, str]]:
     """Finds the residual blocks of a module, in registration order.
 
     Args:
         module: The full model; parameters may be on the meta device.
+        calls: How the modules are called; asked only if a forward cannot be read.
 
     Returns:
         The blocks, and for modules that might have been one the reason why they are not.
     """
     reasons: dict[str, str] = {}
     seen: dict[int, None] = {}
+    alike = _listed_alike(module)
 
     def visit(name: str, current: nn.Module) -> list[Block]:
         if id(current) in seen:
@@ -323,19 +81,34 @@ def find_blocks(module: nn.Module) -> tuple[list[Block], dict[str, str]]:
         if found or not name or not _is_candidate(current):
             return found
         traced = trace_skip(current)
+        if isinstance(traced, str) and name in alike and is_unreadable(traced) and calls is not None:
+            call = calls.get(name)
+            traced = traced if call is None else identity_skip(current, call)
         if isinstance(traced, Skip):
             return [Block(name, current, traced)]
-        if next(current.children(), None) is not None:
+        if next(current.children(), None) is not None or name in alike:
             reasons[name] = traced
         return []
 
     return visit("", module), reasons
 
 
-def named_block(name: str, module: nn.Module) -> Block:
-    """A module that the user names as a block: its registered or traced skip path, else its first argument."""
+def named_block(name: str, module: nn.Module, calls: KnownCalls | None = None) -> Block:
+    """A module that the user names as a block, and its skip path.
+
+    Args:
+        name: Its name in the model.
+        module: The block.
+        calls: How the model's modules are called; asked only if the block's forward cannot be read.
+
+    Returns:
+        The block with its registered skip path, or else the one that is read or tried out, or else its first argument.
+    """
     _, skip = registered_skip(module)
     traced = trace_skip(module) if skip is None else skip
+    if isinstance(traced, str) and is_unreadable(traced) and calls is not None:
+        call = calls.get(name)
+        traced = traced if call is None else identity_skip(module, call)
     return Block(name, module, traced if isinstance(traced, Skip) else Skip(first_argument(module)))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -72,6 +73,41 @@ def recorded_calls(module: nn.Module) -> Iterator[dict[str, Call]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+RecordCalls = Callable[[], Mapping[str, Call]]
+
+
+class KnownCalls:
+    """How a model's modules are called, found out when first asked.
+
+    Args:
+        module: The model.
+        example_inputs: Sample input of its forward, or ``None``.
+        record: Finds out in another way, where there is no sample input.
+    """
+
+    def __init__(self, module: nn.Module, example_inputs: Any, record: RecordCalls | None = None) -> None:
+        self._module, self._example_inputs, self._record = module, example_inputs, record
+        self._calls: Mapping[str, Call] | None = None
+
+    def get(self, name: str, *, needed: bool = True) -> Call | None:
+        """How a module is called; ``None`` where that is not known.
+
+        Args:
+            name: Its name in the model.
+            needed: Whether it is worth running real data through the model.
+        """
+        if self._calls is None and self._example_inputs is not None:
+            try:
+                self._calls = run_without_data(self._module, self._example_inputs)
+            except Exception as error:  # user code
+                model = type(self._module).__name__
+                rank_zero_warn(f"The sample input cannot be run through {model} without data: {error}")
+                self._calls = {}
+        elif self._calls is None and needed:
+            self._calls = {} if self._record is None else self._record()
+        return None if self._calls is None else self._calls.get(name)
 
 
 def run_without_data(module: nn.Module, example_inputs: Any) -> dict[str, Call]:

@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from lightning_sdp.components.base import Component, Group
 from lightning_sdp.components.blocks import Block, block_component, find_blocks, named_block
+from lightning_sdp.components.calls import KnownCalls, RecordCalls
 from lightning_sdp.components.neurons import (
     ON_UNSLICEABLE,
     check_groups,
@@ -23,6 +24,7 @@ from lightning_sdp.components.neurons import (
     touches,
     why_nothing,
 )
+from lightning_sdp.components.registry import Skip
 
 GRANULARITIES = ("block", "neuron")
 KeepEnds = Literal["auto"] | int | Sequence[int]
@@ -44,6 +46,7 @@ class Discovery:
         reasons: What looked maskable but is not, with the reason.
         groups: For neurons the groups that the components are.
         padded: Names of groups whose tensors are stored in part but computed with in full.
+        skips: What remains of each block where it is missing, by its name.
     """
 
     maskable: tuple[Component, ...]
@@ -51,6 +54,7 @@ class Discovery:
     reasons: dict[str, str]
     groups: tuple[Group, ...] = ()
     padded: frozenset[str] = field(default_factory=frozenset)
+    skips: dict[str, Skip] = field(default_factory=dict)
 
 
 def glob_to_regex(pattern: str) -> re.Pattern[str]:
@@ -91,13 +95,13 @@ def _match(argument: str, patterns: list[str], module: nn.Module) -> list[str]:
     return [name for name in names if name in matched]
 
 
-def _chosen_blocks(module: nn.Module, patterns: list[str]) -> list[Block]:
+def _chosen_blocks(module: nn.Module, patterns: list[str], calls: KnownCalls) -> list[Block]:
     names = _match("components", patterns, module)
     for outer in names:
         inner = next((name for name in names if name.startswith(outer + ".")), None)
         if inner is not None:
             raise ValueError(f"components: {inner!r} lies inside {outer!r}; name only one of the two.")
-    return [named_block(name, module.get_submodule(name)) for name in names]
+    return [named_block(name, module.get_submodule(name), calls) for name in names]
 
 
 def _shapes_in(module: nn.Module, name: str, tensors: Sequence[str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -129,6 +133,7 @@ def discover(
     *,
     on_unsliceable: str = "keep",
     example_inputs: Any = None,
+    record: RecordCalls | None = None,
 ) -> Discovery:
     """Finds what can be masked in a model; nothing is materialized, and parameters may be on the meta device.
 
@@ -143,7 +148,8 @@ def discover(
             ones, and none of fewer.
         on_unsliceable: What becomes of groups of neurons that cannot be cut out of their modules: ``"keep"``,
             ``"pad"`` or ``"error"``.
-        example_inputs: Sample input of the model's forward; default: its ``example_input_array``. Neurons only.
+        example_inputs: Sample input of the model's forward; default: its ``example_input_array``.
+        record: Finds out, if need be, how the model's modules are called where there is no sample input.
 
     Returns:
         The components and those that everyone keeps.
@@ -158,18 +164,23 @@ def discover(
             f"on_unsliceable={on_unsliceable!r} is unknown: choose {' or '.join(map(repr, ON_UNSLICEABLE))}."
         )
     if granularity == "neuron":
-        return _discover_neurons(module, components, keep, keep_ends, on_unsliceable, example_inputs)
-    return _discover_blocks(module, components, keep, keep_ends)
+        return _discover_neurons(module, components, keep, keep_ends, on_unsliceable, example_inputs, record)
+    known = KnownCalls(module, sample_inputs(module, example_inputs), record)
+    return _discover_blocks(module, components, keep, keep_ends, known)
 
 
 def _discover_blocks(
-    module: nn.Module, components: str | Sequence[str] | None, keep: str | Sequence[str], keep_ends: KeepEnds
+    module: nn.Module,
+    components: str | Sequence[str] | None,
+    keep: str | Sequence[str],
+    keep_ends: KeepEnds,
+    calls: KnownCalls,
 ) -> Discovery:
     reasons: dict[str, str] = {}
     if components is None:
-        blocks, reasons = find_blocks(module)
+        blocks, reasons = find_blocks(module, calls)
     else:
-        blocks = _chosen_blocks(module, _globs(components))
+        blocks = _chosen_blocks(module, _globs(components), calls)
     found = [(block, block_component(module, block)) for block in blocks]
     empty = {block.name: "all its tensors are shared with other parts" for block, comp in found if not comp.slices}
     parts = [comp for _, comp in found if comp.slices]
@@ -194,7 +205,7 @@ def _discover_blocks(
             f"keep and keep_ends leave nothing to mask: all {len(parts)} blocks of {type(module).__name__} are held "
             f"by every worker. Keep fewer, e.g. keep_ends=0. {_HOW_TO_NAME}"
         )
-    return Discovery(tuple(maskable), tuple(kept), reasons)
+    return Discovery(tuple(maskable), tuple(kept), reasons, skips={block.name: block.skip for block in blocks})
 
 
 def _discover_neurons(
@@ -204,11 +215,13 @@ def _discover_neurons(
     keep_ends: KeepEnds,
     on_unsliceable: str,
     example_inputs: Any,
+    record: RecordCalls | None,
 ) -> Discovery:
     sample = sample_inputs(module, example_inputs)
+    known = KnownCalls(module, sample, record)
     found = find_groups(module, sample)
     reasons = found.reasons
-    stack = stack_of(module, found.groups)
+    stack = stack_of(module, found.groups, known)
     if components is None:
         groups = [group for group in found.groups if not stack or lies_inside(group, stack)]
         reasons |= {g.name: "it lies outside of the residual blocks" for g in found.groups if g not in groups}
@@ -236,7 +249,7 @@ def _discover_neurons(
             f"keep and keep_ends leave nothing to mask: all {len(groups)} groups of neurons of "
             f"{type(module).__name__} are held by every worker. Keep fewer, e.g. keep_ends=0."
         )
-    checked, padded = check_groups(module, cut, sample, on_unsliceable, reasons)
+    checked, padded = check_groups(module, cut, known, on_unsliceable, reasons)
     if not checked:
         raise ValueError(why_nothing(module, sample, {g.name: reasons[g.name] for g in cut}))
     return Discovery(tuple(_whole(group) for group in checked), tuple(kept), reasons, tuple(checked), frozenset(padded))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_sdp.components.base import Group
 from lightning_sdp.components.blocks import find_blocks
+from lightning_sdp.components.calls import KnownCalls, RecordCalls
 from lightning_sdp.components.rules import rule_groups
 from lightning_sdp.components.selfcheck import SelfCheck
 from lightning_sdp.components.tracing import TracingError, trace_groups
@@ -80,9 +81,9 @@ def sample_inputs(module: nn.Module, example_inputs: Any = None) -> Any:
     return apply_to_collection(sample, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def stack_of(module: nn.Module, groups: Sequence[Group]) -> list[str]:
+def stack_of(module: nn.Module, groups: Sequence[Group], calls: KnownCalls) -> list[str]:
     """Names of the blocks that a model's groups lie in, in the model's order; see the note above."""
-    blocks, _ = find_blocks(module)
+    blocks, _ = find_blocks(module, calls)
     if blocks:
         return [block.name for block in blocks]
     elements: dict[str, None] = {}
@@ -136,7 +137,7 @@ def resolve_conflicts(module: nn.Module, groups: Sequence[Group], reasons: dict[
 def check_groups(
     module: nn.Module,
     groups: Sequence[Group],
-    example_inputs: Any,
+    calls: KnownCalls,
     on_unsliceable: str,
     reasons: dict[str, str],
     padded: Collection[str] = (),
@@ -146,7 +147,7 @@ def check_groups(
     Args:
         module: The full model.
         groups: The groups to cut.
-        example_inputs: Sample input of the model, or ``None``.
+        calls: How the model's modules are called.
         on_unsliceable: What becomes of groups for which that fails: ``"keep"``, ``"pad"`` or ``"error"``.
         reasons: Takes why a group is kept whole, by its name.
         padded: Names of groups to pad in any case.
@@ -157,7 +158,7 @@ def check_groups(
     Raises:
         ValueError: A group cannot be cut, and ``on_unsliceable`` is ``"error"``.
     """
-    check = SelfCheck(module, example_inputs)
+    check = SelfCheck(module, calls)
     checked: list[Group] = []
     pad: set[str] = set()
     for group in groups:
@@ -182,7 +183,12 @@ def check_groups(
 
 
 def discover_groups(
-    module: nn.Module, names: Sequence[str], *, padded: Collection[str], example_inputs: Any = None
+    module: nn.Module,
+    names: Sequence[str],
+    *,
+    padded: Collection[str],
+    example_inputs: Any = None,
+    record: RecordCalls | None = None,
 ) -> tuple[list[Group], dict[str, str]]:
     """Finds the groups of the given names again, for a plan that was made before.
 
@@ -204,7 +210,8 @@ def discover_groups(
                 "Build the plan from this model, or pass plan=None."
             )
     reasons: dict[str, str] = {}
-    groups, _ = check_groups(module, [by_name[n] for n in names], sample, "error", reasons, padded)
+    known = KnownCalls(module, sample, record)
+    groups, _ = check_groups(module, [by_name[name] for name in names], known, "error", reasons, padded)
     return groups, reasons
 
 

@@ -25,11 +25,11 @@ from torch.func import functional_call
 from lightning_sdp.components.base import Group
 from lightning_sdp.components.calls import (
     Call,
+    KnownCalls,
     TensorSpec,
     preserved,
     random_tensor,
     required_arguments,
-    run_without_data,
 )
 from lightning_sdp.components.registry import registered_neurons
 from lightning_sdp.components.rules import is_trusted
@@ -53,21 +53,13 @@ class SelfCheck:
 
     Args:
         module: The full model.
-        example_inputs: Sample input of its forward, or ``None``.
-        calls: How its modules are called, where known. Modules of no known class of which that is not known are tried
-            with an input that is made up.
+        calls: How its modules are called. Modules of no known class of which that is not known are tried with an input
+            that is made up.
     """
 
-    def __init__(self, module: nn.Module, example_inputs: Any = None, calls: Mapping[str, Call] | None = None) -> None:
-        self._module = module
-        self._calls = dict(calls or {})
-        self._problem = ""
+    def __init__(self, module: nn.Module, calls: KnownCalls) -> None:
+        self._module, self._calls = module, calls
         self._results: dict[Any, tuple[str, ...] | str] = {}
-        if example_inputs is not None and not self._calls:
-            try:
-                self._calls = run_without_data(module, example_inputs)
-            except Exception as error:  # user code
-                self._problem = f" (the sample input fails without data: {_first_line(error)})"
 
     def slice(self, group: Group) -> Group | str:
         """Tries to cut a group's tensors.
@@ -109,6 +101,10 @@ class SelfCheck:
         result = self._results[key]
         return result if isinstance(result, str) else group
 
+    def _call(self, group: Group) -> Call | None:
+        # A rule for the very class needs no proof that is worth a batch of real data.
+        return self._calls.get(group.owner, needed=not is_trusted(self._module.get_submodule(group.owner)))
+
     def _key(self, group: Group) -> tuple[Any, ...]:
         """What modules have in common that need to be tried only once."""
         owner = self._module.get_submodule(group.owner)
@@ -121,13 +117,13 @@ class SelfCheck:
             for key, value in vars(m).items()
             if type(value) in (int, bool, float, str, tuple) and key not in _NUMBERING
         )
-        call = self._calls.get(group.owner)
+        call = self._call(group)
         classes = tuple(type(m) for m in owner.modules())
         return classes, shapes, numbers, members, group.units, group.kind, repr(call)
 
     def _find_attributes(self, group: Group, trusted: bool) -> tuple[str, ...] | str:
         """Names of attributes of the owner that have to shrink, relative to it; or why it cannot be cut."""
-        trial = _Trial(self._module.get_submodule(group.owner), group, self._calls.get(group.owner))
+        trial = _Trial(self._module.get_submodule(group.owner), group, self._call(group))
         given = trial.group.attributes
         others = () if trusted else trial.candidates()
         reason = "no attributes of it could be tried"
@@ -140,12 +136,11 @@ class SelfCheck:
                 break
         if trusted and reason.startswith(_NO_CALL):
             return given
-        return reason + (self._problem if reason.startswith(_NO_CALL) else "")
+        return reason
 
     def _try_padding(self, group: Group) -> tuple[str, ...] | str:
-        trial = _Trial(self._module.get_submodule(group.owner), group, self._calls.get(group.owner))
-        reason = trial.pad()
-        return (reason + self._problem) if reason else ()
+        trial = _Trial(self._module.get_submodule(group.owner), group, self._call(group))
+        return trial.pad() or ()
 
 
 _NO_CALL = "it is not known what it is called with"
@@ -249,7 +244,10 @@ class _Trial:
             if key not in self._expected:
                 parameters = dict(self.owner.named_parameters())
                 masked = {name: layout for name, layout in layouts.items() if name in parameters}
+                whole = self._run(lambda _, tensor: tensor)
                 self._expected[key] = self._run(lambda name, tensor: _masked(tensor, masked.get(name)))
+                if all(torch.equal(a, b) for a, b in zip(whole, self._expected[key], strict=True)):
+                    return f"{_NO_CALL}: on a sample input its {self.group.kind} make no difference"
         except Exception as error:  # user code
             return f"{_NO_CALL}: it fails on a sample input ({_first_line(error)})"
         expected = self._expected[key]

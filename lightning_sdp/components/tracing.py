@@ -168,7 +168,7 @@ def _walk(program: torch.export.ExportedProgram, canonical: dict[str, str]) -> t
     user_inputs = set(signature.user_inputs)
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
             name = canonical.get(registered.get(node.name, "").removeprefix("module."))
             if name is not None:
                 parametrised = "it is parametrized" if ".parametrizations." in f".{name}" else None
