@@ -10,12 +10,10 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimiz
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathType
 from lightning.pytorch import Trainer
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 __all__ = [
     "BatchNorm",
-    "FakeTensorMode",
     "PathType",
     "after_backward",
     "metric_counters",

@@ -64,7 +64,7 @@ class FullModel:
         self._subnetwork, self._groups, self._buffers = subnetwork, groups, buffers
         self._module = subnetwork.module
         self._tensors: dict[str, Tensor] = dict([*self._module.named_parameters(), *self._module.named_buffers()])
-        self._shapes = {name: self._tensors[name].shape for name in groups.layouts}
+        self._shapes = {name: self._tensors[name].shape for name in subnetwork.cut}
         self._partial: list[tuple[tuple[int, ...], Component]] = [
             (groups.component_holders[component.name], component)
             for component in plan.components
@@ -118,10 +118,11 @@ class FullModel:
         """The tensors of a component as the module has them now, by name; of cut tensors views, with a number."""
         pieces: dict[str, Tensor] = {}
         for i, part in enumerate(component.slices):
-            if part.name not in full:
-                pieces[part.name] = self._current(part.name)
-            elif part.dim is not None:
-                pieces[f"{part.name}/{i}"] = full[part.name].narrow(part.dim, part.start, part.stop - part.start)
+            tensor = full.get(part.name, self._current(part.name))
+            if part.dim is None:
+                pieces[part.name] = tensor
+            else:
+                pieces[f"{part.name}/{i}"] = tensor.narrow(part.dim, part.start, part.stop - part.start)
         return pieces
 
     def _accept(self, received: Mapping[str, Tensor], pieces: Mapping[str, Tensor], component: Component) -> None:
@@ -167,9 +168,10 @@ class FullModel:
         """As `_pieces`, of a component that this rank holds, while it stores its part of cut tensors only."""
         pieces: dict[str, Tensor] = {}
         for i, part in enumerate(component.slices):
-            layout = self._groups.layouts.get(part.name)
-            if layout is None:
+            if part.dim is None:
                 pieces[part.name] = self._current(part.name)
-            else:
-                pieces[f"{part.name}/{i}"] = layout.view(self._subnetwork.local(part.name), part, self._groups.rank)
+                continue
+            cut = part.name in self._subnetwork.cut
+            local = self._subnetwork.local(part.name) if cut else self._current(part.name)
+            pieces[f"{part.name}/{i}"] = self._groups.layouts[part.name].view(local, part, self._groups.rank)
         return pieces

@@ -51,6 +51,10 @@ class TensorLayout:
         """What a holder has, as ranges in the full tensor, ascending and as few as possible."""
         return _merged(run for part in self.parts if holder in part.holders for run in part.runs)
 
+    def is_complete(self, holder: int) -> bool:
+        """Whether a holder has all entries."""
+        return self.runs(holder) == [(0, self.size)]
+
     def parts_of(self, holder: int) -> list[Part]:
         """The parts that a holder has."""
         return [part for part in self.parts if holder in part.holders]

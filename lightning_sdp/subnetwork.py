@@ -122,7 +122,11 @@ class Subnetwork:
         lacking = plan.missing_on(worker)
         tensors: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
         self.missing = {part.name: tensors[part.name] for c in lacking for part in c.slices if part.dim is None}
-        self._cut = {name: _CutTensor(tensors[name], layout, worker) for name, layout in plan.layouts.items()}
+        self._cut = {
+            name: _CutTensor(tensors[name], layout, worker)
+            for name, layout in plan.layouts.items()
+            if not layout.is_complete(worker)
+        }
         self.cut = {name: cut.tensor for name, cut in self._cut.items()}
         self.attached = True
         self._device: torch.device | None = None
@@ -154,8 +158,8 @@ class Subnetwork:
 
     def local(self, name: str) -> Tensor:
         """What the worker stores of a cut tensor."""
-        local = self._cut[name].local
-        return self._cut[name].tensor if local is None else local
+        cut = self._cut[name]
+        return cut.tensor if cut.local is None else cut.local
 
     def detach(self) -> None:
         """Gives the module its carved structure."""
@@ -227,7 +231,13 @@ class Subnetwork:
             if isinstance(tensor, nn.Parameter):
                 parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 parameter.__dict__.update(tensor.__dict__)
-                torch.utils.swap_tensors(tensor, parameter)
+                try:
+                    torch.utils.swap_tensors(tensor, parameter)
+                except RuntimeError:  # someone has a weak reference to it
+                    for submodule in self.module.modules():
+                        for key, value in submodule._parameters.items():
+                            if value is tensor:
+                                submodule._parameters[key] = parameter
             else:
                 owner, _, key = name.rpartition(".")
                 self.module.get_submodule(owner)._buffers[key] = empty
@@ -236,14 +246,15 @@ class Subnetwork:
 def _edits(module: nn.Module, plan: MaskPlan, worker: int, tensors: Mapping[str, Tensor]) -> list[Edit]:
     """What changes on the modules around the cut tensors."""
     padded = plan.padded
-    shapes = {n: layout.local_shape(tensors[n].shape, worker) for n, layout in plan.layouts.items() if n not in padded}
+    layouts = {name: layout for name, layout in plan.layouts.items() if not layout.is_complete(worker)}
+    shapes = {n: layout.local_shape(tensors[n].shape, worker) for n, layout in layouts.items() if n not in padded}
     held: list[tuple[Group, list[int]]] = []
     for group in plan.groups:
         if any(member.name in shapes for member in group.members):
             held.append((group, plan.held_units(group, worker)))
     specs = {
         name: PaddedSpec(layout.dim, layout.size, tuple(layout.runs(worker)))
-        for name, layout in plan.layouts.items()
+        for name, layout in layouts.items()
         if name in padded
     }
     return structure_edits(module, shapes, held) + padded_edits(module, specs)

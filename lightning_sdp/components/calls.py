@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-
-from lightning_sdp._compat import FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -123,20 +121,39 @@ def run_without_data(module: nn.Module, example_inputs: Any) -> dict[str, Call]:
     Raises:
         Exception: Whatever the forward raises.
     """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    mode = None if device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device) if mode is None else mode.from_tensor(tensor).to(device)
-
-    with recorded_calls(module) as calls, preserved(module), mode or nullcontext(), torch.no_grad():
-        inputs = apply_to_collection(example_inputs, Tensor, move)
+    with recorded_calls(module) as calls, on_meta(module), torch.no_grad():
+        inputs = apply_to_collection(example_inputs, Tensor, lambda tensor: tensor.to("meta"))
         module.eval()
         if isinstance(inputs, dict):
             module(**inputs)
         else:
             module(*inputs if isinstance(inputs, (tuple, list)) else (inputs,))
     return calls
+
+
+@contextmanager
+def on_meta(module: nn.Module) -> Iterator[None]:
+    """Puts twins without data in the place of a model's tensors, and takes back what is done to the model meanwhile.
+
+    Neither data nor the tensors themselves are touched; tensors that a forward makes have no data either.
+    """
+    twins: dict[int, Tensor] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in twins:
+            like = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            twins[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
+        return twins[id(tensor)]
+
+    with preserved(module):
+        for m in module.modules():
+            for tree in (m.__dict__, m._parameters, m._buffers):
+                tree.update({name: twin(value) for name, value in tree.items() if isinstance(value, Tensor)})
+            if isinstance(m.__dict__.get("_device"), torch.device):  # what a LightningModule believes to be on
+                m.__dict__["_device"] = torch.device("meta")
+        with torch.device("meta"):
+            yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_sdp.components.base import Group
 from lightning_sdp.components.blocks import find_blocks
-from lightning_sdp.components.calls import KnownCalls, RecordCalls
+from lightning_sdp.components.calls import KnownCalls, RecordCalls, on_meta
 from lightning_sdp.components.rules import rule_groups
 from lightning_sdp.components.selfcheck import SelfCheck
 from lightning_sdp.components.tracing import TracingError, trace_groups
@@ -56,7 +56,9 @@ def find_groups(module: nn.Module, example_inputs: Any = None) -> Candidates:
     groups, reasons = rule_groups(module)
     if example_inputs is not None:
         try:
-            traced = trace_groups(module, example_inputs)
+            with on_meta(module):
+                inputs = apply_to_collection(example_inputs, Tensor, lambda tensor: tensor.to("meta"))
+                traced = trace_groups(module, inputs)
         except TracingError as error:
             reasons[type(module).__name__] = str(error)
         else:

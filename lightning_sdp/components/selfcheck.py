@@ -266,7 +266,10 @@ class _Trial:
         unlike = f"its forward computes something else with fewer {self.group.kind}"
         if not expected or not actual or expected[0].shape != actual[0].shape:
             return unlike
-        for want, have in zip(expected, actual, strict=False):
+        # A module with a rule for its class may return more that depends on all units, such as attention weights that
+        # are averaged over the heads: the rule says that this is not part of the computation.
+        count = 1 if is_trusted(self.owner) else len(expected)
+        for want, have in zip(expected[:count], actual, strict=False):
             if want.shape != have.shape or not want.is_floating_point():
                 continue  # per head, e.g. attention weights
             tolerance = _TOLERANCE.get(want.dtype, 5e-2)

@@ -130,17 +130,15 @@ def _export(module: nn.Module, example_inputs: Any) -> torch.export.ExportedProg
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings and logs, and keeps attention from taking its fused path, which shows no operations."""
-    disabled, fast = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
+    """Silences warnings, logs and prints."""
+    disabled = logging.root.manager.disable
     try:
         logging.disable(logging.CRITICAL)
-        torch.backends.mha.set_fastpath_enabled(False)
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_sdp import MaskPlan, SDPStrategy
+from lightning_sdp import Group, MaskPlan, Member, SDPStrategy, register_neurons
 from tests.distributed.pool import Pool
 from tests.distributed.runs import trainer
-from tests.models import Net, batches, loader, make
+from tests.models import MLPBlock, Net, batches, loader, make
 
 Pools = Callable[[int], Pool]
 SECONDS = 15.0
@@ -31,13 +31,55 @@ class Foreign(Net):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
+class WholeTensor(Net):
+    """Its optimizer looks at whole tensors."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Unreadable(Net):
+    """Its forward depends on its data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class NormedMLP(MLPBlock):
+    """Normalizes what it hides, and says that it can be cut nevertheless."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.inner = nn.LayerNorm(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(self.inner(self.fc1(self.norm(x))))
+
+
+def declare_normed() -> None:
+    @register_neurons(NormedMLP)
+    def groups(block: NormedMLP) -> list[Group]:
+        units = block.fc1.out_features
+        produced = [Member(name, 0, (units,)) for name in ("fc1.weight", "fc1.bias", "inner.weight", "inner.bias")]
+        return [Group("hidden", "neurons", units, (*produced, Member("fc2.weight", 1, (units,), reads=True)))]
+
+
 def build(model: str, rank: int) -> Net:
     """A model, or one that differs between ranks or is not ready."""
-    net = make("conv" if model == "conv" else "mlp", dtype=torch.float32)
+    net = make(model if model in ("conv", "gqa") else "mlp", dtype=torch.float32)
     if model == "no blocks":
         net.blocks = nn.ModuleList()
     elif model == "foreign":
         net = Foreign("mlp")
+    elif model == "whole tensors":
+        net = WholeTensor("mlp")
+    elif model == "unreadable":
+        net = Unreadable("gqa")
+    elif model == "normed":
+        declare_normed()
+        net.blocks = nn.ModuleList([NormedMLP(8)])
+    elif model == "gqa":
+        net.example_input_array = None
     elif model == "meta":
         net.to("meta")
     elif model == "lazy":
@@ -98,7 +140,8 @@ def plan_file(path: Path, change: Callable[[dict[str, Any]], Any] = lambda plan:
         ({"coverage": "x"}, "coverage='x' must lie in (0, 1]"),
         ({"coverage": [0.5, 0.5, 0.5]}, "coverage=[0.5, 0.5, 0.5] has 3 shares for 2 workers"),
         ({"coverage": [0.5, 0.4]}, "coverage=[0.5, 0.4] sums to less than 1"),
-        ({"granularity": "layer"}, "granularity='layer' is unknown: choose 'block'"),
+        ({"granularity": "layer"}, "granularity='layer' is unknown: choose 'block' or 'neuron'"),
+        ({"on_unsliceable": "drop"}, "on_unsliceable='drop' is unknown: choose 'keep' or 'pad' or 'error'"),
         ({"masking": "sideways"}, "masking='sideways' is unknown: choose 'forward'"),
         ({"balance": "weight"}, "balance='weight' is unknown: choose 'count' or 'params'"),
         ({"eval_model": "half"}, "eval_model='half' is unknown: choose 'full' or 'subnetwork'"),
@@ -165,6 +208,25 @@ def test_models_that_differ_between_ranks(pool: Pools, model: str, message: str)
     assert message in (errors[0] or ("", ""))[1]
 
 
+NEURON = {"granularity": "neuron", "coverage": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("sdp", "model", "message"),
+    [
+        ({}, "whole tensors", "Adafactor updates a tensor as a whole, but 'blocks.0.fc1.weight' and"),
+        ({}, "gqa", "Give the model an `example_input_array`"),
+        ({}, "unreadable", "No maskable group of neurons, channels or heads was found in Unreadable."),
+        ({}, "normed", "'blocks.0.hidden' can be cut, but `inner` cannot be cut: LayerNorm normalizes over the dimension"),
+        ({"components": "stem"}, "mlp", "components='stem': nothing in there can be cut into neurons"),
+        ({"components": "blocks.0.fc1"}, "mlp", "components='blocks.0.fc1': nothing in there can be cut into neurons"),
+        ({"keep": "blocks"}, "mlp", "keep and keep_ends leave nothing to mask: all 5 groups of neurons of Net"),
+    ],
+)
+def test_neurons_that_cannot_be_cut(pool: Pools, sdp: dict[str, Any], model: str, message: str) -> None:
+    check(pool(2), message, {**NEURON, **sdp}, model=model)
+
+
 @pytest.mark.parametrize("one", [{"coverage": 1.0}, {"seed": 5}, {"keep": "blocks.1"}])
 def test_arguments_that_differ_between_ranks(pool: Pools, one: dict[str, Any]) -> None:
     message = "The model or its mask plan differs between ranks: where rank 0 has component blocks."
@@ -191,6 +253,9 @@ def test_models_that_cannot_be_trained(pool: Pools, model: str, message: str) ->
         ({"scaler": True}, "precision='16-mixed' scales the loss"),
     ],
 )
-def test_options_of_the_trainer_that_need_the_whole_model(pool: Pools, options: dict[str, Any], message: str) -> None:
-    check(pool(2), message, {"coverage": 0.5}, model="conv", **options)
+@pytest.mark.parametrize("granularity", ["block", "neuron"])
+def test_options_of_the_trainer_that_need_the_whole_model(
+    pool: Pools, granularity: str, options: dict[str, Any], message: str
+) -> None:
+    check(pool(2), message, {"coverage": 0.5, "granularity": granularity}, model="conv", **options)
     assert pool(2).run(fit, {"coverage": 1.0}, model="conv") == ["2 steps"] * 2

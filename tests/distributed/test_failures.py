@@ -118,20 +118,23 @@ def fail(place: str, sdp: dict[str, Any], directory: str) -> dict[str, Any]:
     data = loader(batches("mlp", rank, 3, torch.float32)), loader(batches("mlp", 0, 1, torch.float32))
     raised = error_of(run.fit, net, *data)
     left = remains(net, names, identities)
-    missing = [part.name for c in run.strategy.plan.missing_on(rank) for part in c.slices]
+    lacking = {part.name for c in run.strategy.plan.missing_on(rank) for part in c.slices}
+    missing = [name for name in identities if name in lacking]
     saved = error_of(run.save_checkpoint, f"{directory}/saved.ckpt")
     again = error_of(trainer(world, SDPStrategy(**sdp), max_epochs=1).fit, net, data[0])
     return {"raised": raised, "missing": missing, "saved": saved, "again": again, "names": list(identities), **left}
 
 
 SDP = {"coverage": 0.5, "keep_ends": 0}
+NEURON = {**SDP, "granularity": "neuron"}
 CARVED = ["training_step", "on_before_optimizer_step", "on_train_start", "configure_optimizers"]
 OPEN = ["validation_step", "sanity check", "on_fit_end"]
 
 
+@pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])
 @pytest.mark.parametrize("place", [*CARVED, *OPEN, "on_train_epoch_end"])
-def test_exception_leaves_the_module_whole(pool: Pools, place: str, tmp_path: Path) -> None:
-    for result in pool(2).run(fail, place, SDP, str(tmp_path)):
+def test_exception_leaves_the_module_whole(pool: Pools, place: str, sdp: dict[str, Any], tmp_path: Path) -> None:
+    for result in pool(2).run(fail, place, sdp, str(tmp_path)):
         assert result["raised"] == ("Boom", place)
         assert result["whole"] and result["same objects"] and result["finite"]
         assert result["hooks"] == [] and result["groups"] == 1
@@ -150,8 +153,9 @@ def test_exception_leaves_the_module_whole(pool: Pools, place: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_worker_that_holds_everything_loses_nothing(pool: Pools, tmp_path: Path) -> None:
-    results = pool(2).run(fail, "training_step", {"coverage": [1.0, 0.5], "keep_ends": 0}, str(tmp_path))
+@pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])
+def test_worker_that_holds_everything_loses_nothing(pool: Pools, sdp: dict[str, Any], tmp_path: Path) -> None:
+    results = pool(2).run(fail, "training_step", {**sdp, "coverage": [1.0, 0.5]}, str(tmp_path))
     assert results[0]["meta"] == [] == results[0]["missing"]
     assert results[1]["meta"] == results[1]["missing"] != []
     assert all(result["hooks"] == [] and result["groups"] == 1 for result in results)
@@ -161,7 +165,7 @@ def test_worker_that_holds_everything_loses_nothing(pool: Pools, tmp_path: Path)
         assert checkpoint["optimizer_states"][0]["param_groups"][0]["params"] == list(range(len(results[0]["names"])))
 
 
-def interrupt() -> dict[str, Any]:
+def interrupt(sdp: dict[str, Any]) -> dict[str, Any]:
     """Ctrl-C on all ranks: Lightning ends the run gracefully."""
     world, rank = dist.get_world_size(), dist.get_rank()
     net = make("mlp", dtype=torch.float32)
@@ -173,7 +177,7 @@ def interrupt() -> dict[str, Any]:
         return Net.training_step(net, batch, batch_idx)
 
     net.training_step = step  # type: ignore[method-assign]
-    run: Trainer = trainer(world, SDPStrategy(**SDP), max_epochs=1)
+    run: Trainer = trainer(world, SDPStrategy(**sdp), max_epochs=1)
     try:
         run.fit(net, loader(batches("mlp", rank, 3, torch.float32)))
     except (KeyboardInterrupt, SystemExit) as error:
@@ -183,8 +187,9 @@ def interrupt() -> dict[str, Any]:
     return {"ended": ended, "status": str(run.state.status), **remains(net, names, identities)}
 
 
-def test_interrupt_leaves_the_module_whole(pool: Pools) -> None:
-    for result in pool(2).run(interrupt):
+@pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])
+def test_interrupt_leaves_the_module_whole(pool: Pools, sdp: dict[str, Any]) -> None:
+    for result in pool(2).run(interrupt, sdp):
         assert result["ended"] and "interrupted" in result["status"].lower()
         assert result["whole"] and result["same objects"] and result["finite"]
         assert result["hooks"] == [] and result["groups"] == 1

@@ -96,23 +96,25 @@ class LocalBuffers(Callback):
         self.buffers = {n: b.clone() for n, b in pl_module.named_buffers()}
 
 
-def fit_with_validation(kind: str, validate: bool) -> dict[str, Tensor]:
+NEURON = {"granularity": "neuron", "keep_ends": 0}
+
+
+def fit_with_validation(kind: str, validate: bool, sdp: dict[str, Any]) -> dict[str, Tensor]:
     world, rank = world_and_rank()
     net, local = make(kind, optimizer="momentum"), LocalBuffers()
     options: dict[str, Any] = (
         {"val_check_interval": 2, "num_sanity_val_steps": 1} if validate else {"limit_val_batches": 0}
     )
-    run = trainer(
-        world, SDPStrategy(coverage=0.5), max_epochs=1, accumulate_grad_batches=3, callbacks=[local], **options
-    )
+    strategy = SDPStrategy(coverage=0.5, **sdp)
+    run = trainer(world, strategy, max_epochs=1, accumulate_grad_batches=3, callbacks=[local], **options)
     run.fit(net, loader(batches(kind, rank, 7)), loader(batches(kind, rank, 2)))
     return {**{n: p.detach().clone() for n, p in net.named_parameters()}, **local.buffers}
 
 
-@pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_validation_in_the_middle_of_accumulation_changes_nothing(pool, kind: str) -> None:
-    without = pool(3).run(fit_with_validation, kind, False)
-    with_it = pool(3).run(fit_with_validation, kind, True)
+@pytest.mark.parametrize(("kind", "sdp"), [("mlp", {}), ("conv", {}), ("attention", NEURON), ("conv", NEURON)])
+def test_validation_in_the_middle_of_accumulation_changes_nothing(pool, kind: str, sdp: dict[str, Any]) -> None:
+    without = pool(3).run(fit_with_validation, kind, False, sdp)
+    with_it = pool(3).run(fit_with_validation, kind, True, sdp)
     for a, b in zip(without, with_it, strict=True):
         assert same_state(a, b)
 
@@ -278,10 +280,10 @@ def test_subnetworks_are_evaluated_on_request_outside_of_fit(pool) -> None:
             torch.testing.assert_close(mine, net(x).detach(), rtol=1e-12, atol=1e-12)
 
 
-def open_in_training() -> list[Any]:
+def open_in_training(kind: str, sdp: dict[str, Any]) -> list[Any]:
     world, rank = world_and_rank()
-    net, seen = make("mlp"), []
-    strategy = SDPStrategy(coverage=0.5)
+    net, seen = make(kind), []
+    strategy = SDPStrategy(**sdp)
 
     class Sampler(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -291,15 +293,27 @@ def open_in_training() -> list[Any]:
             assert before == {n: (id(p), id(p.grad)) for n, p in pl_module.named_parameters()}
             for p in strategy._subnetwork.missing.values():  # type: ignore[union-attr]
                 assert p.untyped_storage().nbytes() == p.element_size() and bool(p.isnan().all())
+            for p in strategy._subnetwork.cut.values():  # type: ignore[union-attr]
+                assert p.untyped_storage().nbytes() == p.nbytes
 
-    trainer(world, strategy, max_epochs=1, callbacks=[Sampler()]).fit(net, loader(batches("mlp", rank, 3)))
+    trainer(world, strategy, max_epochs=1, callbacks=[Sampler()]).fit(net, loader(batches(kind, rank, 3)))
     return seen
 
 
-def test_the_full_model_opens_at_any_step_boundary_and_its_memory_is_freed(pool) -> None:
-    results = pool(3).run(open_in_training)
+@pytest.mark.parametrize(
+    ("kind", "sdp"),
+    [
+        ("mlp", {"coverage": 0.5}),
+        ("gqa", {**NEURON, "coverage": 0.5}),
+        ("mlp", {**NEURON, "coverage": [1.0, 0.5, 0.4]}),
+    ],
+)
+def test_the_full_model_opens_at_any_step_boundary_and_its_memory_is_freed(
+    pool, kind: str, sdp: dict[str, Any]
+) -> None:
+    results = pool(3).run(open_in_training, kind, sdp)
     for step in range(3):
-        ref = reference(3, 3, {"coverage": 0.5}, "mlp", step + 1, {})
+        ref = reference(3, 3, sdp, kind, step + 1, {})
         for seen in results:
             assert same_state(seen[step], results[0][step])
             for name, value in ref.module.state_dict().items():

@@ -101,7 +101,9 @@ def test_a_parameter_that_nobody_used_has_no_gradient_and_does_not_decay(pool, s
             assert torch.equal(result["full"][name], initial[name]), name
         assert result["grads"]["blocks.0.fc1.weight"] is not None
         unused = {name for name in initial if name.startswith(("spare.", "blocks.1."))}
-        assert not unused & set(result["last"][0]) or sdp["coverage"] < 1  # a last bucket of flags knows all that is cut
+        assert (
+            not unused & set(result["last"][0]) or sdp["coverage"] < 1
+        )  # a last bucket of flags knows all that is cut
         assert set(result["last"][-1]) <= unused, "what nobody uses moves behind everything else"
 
 
