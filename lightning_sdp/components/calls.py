@@ -97,15 +97,23 @@ class KnownCalls:
             needed: Whether it is worth running real data through the model.
         """
         if self._calls is None and self._example_inputs is not None:
-            try:
-                self._calls = run_without_data(self._module, self._example_inputs)
-            except Exception as error:  # user code
-                model = type(self._module).__name__
-                rank_zero_warn(f"The sample input cannot be run through {model} without data: {error}")
-                self._calls = {}
+            self._calls = self._run_example()
         elif self._calls is None and needed:
             self._calls = {} if self._record is None else self._record()
         return None if self._calls is None else self._calls.get(name)
+
+    def _run_example(self) -> Mapping[str, Call]:
+        try:
+            return run_without_data(self._module, self._example_inputs)
+        except Exception as error:  # user code
+            reason = error
+        if not any(parameter.is_meta for parameter in self._module.parameters()):
+            try:
+                return run_with_data(self._module, self._example_inputs)
+            except Exception as error:  # user code
+                reason = error
+        rank_zero_warn(f"The sample input cannot be run through {type(self._module).__name__}: {reason}")
+        return {}
 
 
 def run_without_data(module: nn.Module, example_inputs: Any) -> dict[str, Call]:
@@ -121,14 +129,31 @@ def run_without_data(module: nn.Module, example_inputs: Any) -> dict[str, Call]:
     Raises:
         Exception: Whatever the forward raises.
     """
-    with recorded_calls(module) as calls, on_meta(module), torch.no_grad():
-        inputs = apply_to_collection(example_inputs, Tensor, lambda tensor: tensor.to("meta"))
-        module.eval()
-        if isinstance(inputs, dict):
-            module(**inputs)
-        else:
-            module(*inputs if isinstance(inputs, (tuple, list)) else (inputs,))
+    with recorded_calls(module) as calls, on_meta(module):
+        _run(module, apply_to_collection(example_inputs, Tensor, lambda tensor: tensor.to("meta")))
     return calls
+
+
+def run_with_data(module: nn.Module, example_inputs: Any) -> dict[str, Call]:
+    """The same for a forward that depends on its data: runs it, and takes back what it changes about the model."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with recorded_calls(module) as calls, preserved(module):
+            _run(module, apply_to_collection(example_inputs, Tensor, lambda tensor: tensor.to(device)))
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return calls
+
+
+@torch.no_grad()
+def _run(module: nn.Module, inputs: Any) -> None:
+    module.eval()
+    if isinstance(inputs, dict):
+        module(**inputs)
+    else:
+        module(*inputs if isinstance(inputs, (tuple, list)) else (inputs,))
 
 
 @contextmanager

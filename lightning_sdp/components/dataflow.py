@@ -37,7 +37,7 @@ class Dataflow:
 
     def visit(self, node: fx.Node) -> None:
         """Works out the dimensions of what an operation returns."""
-        call = Call(self, node)
+        call = Operation(self, node)
         self.producers[node] = frozenset().union(*(self.producers.get(operand, ()) for operand in call.tensors))
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else [value]
@@ -56,7 +56,7 @@ class Dataflow:
             self.source[node] = self.source[call.tensors[0]]
 
 
-class Call:
+class Operation:
     """One operation.
 
     Attributes:
@@ -112,7 +112,7 @@ class Call:
             self.flow.producers[self.node] = frozenset([self.node])
 
 
-Handler = Callable[[Call], "Dims | tuple[Dims | None, ...] | None"]  # None: not understood after all
+Handler = Callable[[Operation], "Dims | tuple[Dims | None, ...] | None"]  # None: not understood after all
 _H = TypeVar("_H", bound=Handler)
 _HANDLERS: dict[str, Handler] = {}
 
@@ -122,7 +122,7 @@ _VIEWS |= {"split", "split_with_sizes"}
 _ASSERTIONS = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size"}
 
 
-def _outputs(call: Call, shapes: list[list[int] | None]) -> list[Dims | None] | None:
+def _outputs(call: Operation, shapes: list[list[int] | None]) -> list[Dims | None] | None:
     """The dimensions of all that an operation returns, or ``None`` if it is not understood."""
     handler = _HANDLERS.get(call.op)
     if handler is None and torch.Tag.pointwise in getattr(call.node.target, "tags", ()):

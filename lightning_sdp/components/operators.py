@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from lightning_sdp.components.dataflow import Call, rule
+from lightning_sdp.components.dataflow import Operation, rule
 from lightning_sdp.components.factors import (
     VOCABULARY,
     Dim,
@@ -30,7 +30,7 @@ from lightning_sdp.components.factors import (
 # Entry by entry
 
 
-def _align(call: Call, shape: Sequence[int], operands: Sequence[fx.Node], out: list[Dim | None]) -> Dims:
+def _align(call: Operation, shape: Sequence[int], operands: Sequence[fx.Node], out: list[Dim | None]) -> Dims:
     """Unifies the dimensions of operands that are broadcast to a shape."""
     for node in operands:
         dims = call.dims(node)
@@ -52,14 +52,14 @@ _RESIDUAL = "part of the residual stream"
 @rule("pointwise dropout feature_dropout alpha_dropout native_dropout bernoulli hardswish log_sigmoid rsub where")
 @rule("copy fill zero")
 @rule("__and__ __or__ __xor__ complex polar _to_copy alias detach contiguous lift_fresh_copy masked_fill")
-def _pointwise(call: Call) -> Dims:
+def _pointwise(call: Operation) -> Dims:
     shape = call.shape
     if call.op in _ADDITIONS:
         _note_residual(call, call.tensors)
     return _align(call, shape, call.tensors, [None] * len(shape))
 
 
-def _note_residual(call: Call, operands: Sequence[fx.Node]) -> None:
+def _note_residual(call: Operation, operands: Sequence[fx.Node]) -> None:
     """Freezes the dimensions that activations of different producers have in common when they are added."""
     terms = [node for node in operands if call.depends_on_input(node)]
     if len({call.flow.producers[node] for node in terms}) < 2:
@@ -72,20 +72,20 @@ def _note_residual(call: Call, operands: Sequence[fx.Node]) -> None:
 
 
 @rule("type_as zeros_like ones_like full_like empty_like rand_like randn_like")
-def _like_first(call: Call) -> Dims:
+def _like_first(call: Operation) -> Dims:
     if call.op.endswith("_like"):
         call.flow.producers[call.node] = frozenset()
     return call.first
 
 
 @rule("zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor")
-def _constant(call: Call) -> Dims:
+def _constant(call: Operation) -> Dims:
     call.flow.producers[call.node] = frozenset()
     return new_dims(call.shape)
 
 
 @rule("prelu")
-def _prelu(call: Call) -> Dims:
+def _prelu(call: Operation) -> Dims:
     dims, slope = call.first, call.dims(call.args["weight"])
     if slope and slope[0]:
         unify(dims[min(1, len(dims) - 1)], slope[0])
@@ -101,7 +101,7 @@ def _attend(dim: Dim) -> None:
 
 
 def _contract(
-    call: Call, nodes: tuple[fx.Node, fx.Node], labels: tuple[Sequence[Hashable], Sequence[Hashable]], out: Sequence
+    call: Operation, nodes: tuple[fx.Node, fx.Node], labels: tuple[Sequence[Hashable], Sequence[Hashable]], out: Sequence
 ) -> Dims:
     """A product of two tensors, summed over the labels that the result lacks, as in an einsum.
 
@@ -127,7 +127,7 @@ def _contract(
     return [left[label] if left.get(label) else right.get(label, ()) for label in out]
 
 
-def _add_bias(call: Call, bias: Any, out: Dims) -> Dims:
+def _add_bias(call: Operation, bias: Any, out: Dims) -> Dims:
     """Adds what is a bias as a rule, but may be an activation."""
     if not isinstance(bias, fx.Node):
         return out
@@ -137,7 +137,7 @@ def _add_bias(call: Call, bias: Any, out: Dims) -> Dims:
     return _align(call, call.shape, [bias], list(out))
 
 
-def _as_weight(call: Call, name: str) -> fx.Node:
+def _as_weight(call: Operation, name: str) -> fx.Node:
     node = call.args[name]
     if node not in call.flow.source:
         freeze(call.dims(node), "its weight is computed in the forward")
@@ -145,7 +145,7 @@ def _as_weight(call: Call, name: str) -> fx.Node:
 
 
 @rule("linear")
-def _linear(call: Call) -> Dims:
+def _linear(call: Operation) -> Dims:
     operand, weight = call.args["input"], _as_weight(call, "weight")
     batch = list(range(len(call.dims(operand)) - 1))
     inherited = ["out"] if len(call.dims(weight)) == 2 else []
@@ -158,7 +158,7 @@ _PRODUCTS |= {"vdot": "self other", "addmm": "mat1 mat2", "baddbmm": "batch1 bat
 
 
 @rule(" ".join(_PRODUCTS))
-def _product(call: Call) -> Dims:
+def _product(call: Operation) -> Dims:
     left, right = (call.args[name] for name in _PRODUCTS[call.op].split())
     ranks = len(call.dims(left)), len(call.dims(right))
     batches = [[("batch", i) for i in range(rank - 2, 0, -1)] for rank in ranks]
@@ -170,7 +170,7 @@ def _product(call: Call) -> Dims:
 
 
 @rule("einsum")
-def _einsum(call: Call) -> Dims | None:
+def _einsum(call: Operation) -> Dims | None:
     nodes = call.args["tensors"]
     terms, arrow, result = call.args["equation"].replace(" ", "").partition("->")
     if len(nodes) != 2 or not arrow:
@@ -188,7 +188,7 @@ def _einsum(call: Call) -> Dims | None:
 
 
 @rule("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
-def _convolution(call: Call) -> Dims | None:
+def _convolution(call: Operation) -> Dims | None:
     weight = _as_weight(call, "weight")
     dims, kernel = call.first, call.dims(weight)
     channels = len(dims) - len(kernel) + 1  # dimension of the channels: a batch may be missing
@@ -215,7 +215,7 @@ def _convolution(call: Call) -> Dims | None:
 
 
 @rule("scaled_dot_product_attention")
-def _attention(call: Call) -> Dims | None:
+def _attention(call: Operation) -> Dims | None:
     query, key, value = (call.dims(call.args[name]) for name in ("query", "key", "value"))
     if not len(query) == len(key) == len(value):
         return None
@@ -239,7 +239,7 @@ def _attention(call: Call) -> Dims | None:
 
 
 @rule("embedding")
-def _embedding(call: Call) -> Dims:
+def _embedding(call: Operation) -> Dims:
     weight, indices = call.args["weight"], call.args["indices"]
     rows, columns = call.dims(weight)
     freeze([rows], VOCABULARY)
@@ -254,7 +254,7 @@ def _embedding(call: Call) -> Dims:
 
 @rule("batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training instance_norm")
 @rule("cudnn_batch_norm _batch_norm_no_update")
-def _batch_norm(call: Call) -> Dims:
+def _batch_norm(call: Operation) -> Dims:
     dims = call.first
     freeze([dim for i, dim in enumerate(dims) if i != 1], f"mixed by {call.op}")
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -264,7 +264,7 @@ def _batch_norm(call: Call) -> Dims:
 
 
 @rule("group_norm native_group_norm")
-def _group_norm(call: Call) -> Dims | None:
+def _group_norm(call: Operation) -> Dims | None:
     dims = call.first
     cut = take(dims[1], call.args["num_groups" if "num_groups" in call.args else "group"])
     if cut is None:
@@ -277,7 +277,7 @@ def _group_norm(call: Call) -> Dims | None:
 
 
 @rule("layer_norm native_layer_norm rms_norm _fused_rms_norm")
-def _layer_norm(call: Call) -> Dims:
+def _layer_norm(call: Operation) -> Dims:
     dims = call.first
     count = len(call.args["normalized_shape"])
     freeze(dims[-count:], f"mixed by {call.op}")
@@ -290,7 +290,7 @@ def _layer_norm(call: Call) -> Dims:
 
 @rule("mean sum nansum nanmean var var_mean std std_mean amax amin argmax argmin max min median prod logsumexp any all")
 @rule("linalg_vector_norm norm count_nonzero")
-def _reduction(call: Call) -> Dims:
+def _reduction(call: Operation) -> Dims:
     if "other" in call.args:  # the larger or smaller of two
         return _pointwise(call)
     dims, axes = call.first, call.axes("dim")
@@ -302,7 +302,7 @@ def _reduction(call: Call) -> Dims:
 
 @rule("softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp")
 @rule("roll flip sort argsort topk")
-def _mixing(call: Call) -> Dims:
+def _mixing(call: Operation) -> Dims:
     dims = call.first
     axes = call.axes("dim", "dims")
     freeze([dims[axis] for axis in axes], f"mixed by {call.op}")
@@ -317,7 +317,7 @@ _UPSAMPLES += " upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1
 
 
 @rule(" ".join([*map(_POOLS.format, (1, 2, 3)), "_adaptive_avg_pool2d", _UPSAMPLES]))
-def _spatial(call: Call) -> Dims:
+def _spatial(call: Operation) -> Dims:
     dims = call.first
     count = int(re.findall(r"(\d)d", call.op)[0])
     freeze(dims[-count:], f"mixed by {call.op}")
@@ -326,7 +326,7 @@ def _spatial(call: Call) -> Dims:
 
 @rule("pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d")
 @rule("replication_pad1d replication_pad2d replication_pad3d")
-def _pad(call: Call) -> Dims:
+def _pad(call: Operation) -> Dims:
     dims = call.first
     widths = call.args["pad" if "pad" in call.args else "padding"]
     for i in range(len(widths) // 2):

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import math
 
-from lightning_sdp.components.dataflow import Call, rule
+from lightning_sdp.components.dataflow import Operation, rule
 from lightning_sdp.components.factors import Dim, Dims, freeze, leaves, new_dim, reshape, size_of, take, unify
 
 
 @rule("view _unsafe_view reshape flatten unflatten")
-def _view(call: Call) -> Dims | None:
+def _view(call: Operation) -> Dims | None:
     if "dtype" in call.args:  # reads the bytes as another type
         return None
     return reshape(call.first, tuple(call.tensors[0].meta["val"].shape), call.shape)
 
 
 @rule("view_as_complex")
-def _view_as_complex(call: Call) -> Dims:
+def _view_as_complex(call: Operation) -> Dims:
     *dims, pair = call.first
     freeze([pair], "cut by view_as_complex")
     return dims
 
 
 @rule("view_as_real")
-def _view_as_real(call: Call) -> Dims:
+def _view_as_real(call: Operation) -> Dims:
     return [*call.first, new_dim(2, "cut by view_as_real")]
 
 
 @rule("permute transpose t")
-def _permute(call: Call) -> Dims:
+def _permute(call: Operation) -> Dims:
     dims = call.first
     if call.op == "permute":
         return [dims[axis] for axis in call.args["dims"]]
@@ -40,20 +40,20 @@ def _permute(call: Call) -> Dims:
 
 
 @rule("unsqueeze")
-def _unsqueeze(call: Call) -> Dims:
+def _unsqueeze(call: Operation) -> Dims:
     dims = call.first
     dims.insert(call.args["dim"] % (len(dims) + 1), ())
     return dims
 
 
 @rule("squeeze")
-def _squeeze(call: Call) -> Dims:
+def _squeeze(call: Operation) -> Dims:
     dims, axes = call.first, call.axes("dim")
     return [dim for axis, dim in enumerate(dims) if dim or axis not in axes]
 
 
 @rule("expand repeat tile")
-def _expand(call: Call) -> Dims:
+def _expand(call: Operation) -> Dims:
     dims, shape = call.first, call.shape
     dims = [()] * (len(shape) - len(dims)) + dims
     copies = [size // size_of(dim) for size, dim in zip(shape, dims, strict=True)]
@@ -61,7 +61,7 @@ def _expand(call: Call) -> Dims:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(call: Call) -> Dims | None:
+def _repeat_interleave(call: Operation) -> Dims | None:
     count, axis = call.args.get("repeats"), call.args.get("dim")
     if not isinstance(count, int) or axis is None:
         return None
@@ -73,7 +73,7 @@ def _repeat_interleave(call: Call) -> Dims | None:
 # Parts of a dimension
 
 
-def _part(call: Call, dim: Dim, start: int, length: int) -> Dim:
+def _part(call: Operation, dim: Dim, start: int, length: int) -> Dim:
     """A range of a dimension: units of an inner factor remain where the range consists of whole turns of it."""
     if length in (0, size_of(dim)):
         return dim if length else new_dim(0)
@@ -86,14 +86,14 @@ def _part(call: Call, dim: Dim, start: int, length: int) -> Dim:
     return new_dim(length // block, f"cut by {call.op}") + cut[1]
 
 
-def _range(call: Call, size: int) -> tuple[int, int]:
+def _range(call: Operation, size: int) -> tuple[int, int]:
     start, end = (call.args.get(name) for name in ("start", "end"))
     first, last, _ = slice(start, end).indices(size)
     return first, max(last - first, 0)
 
 
 @rule("slice")
-def _slice(call: Call) -> Dims:
+def _slice(call: Operation) -> Dims:
     dims, axis = call.first, call.args["dim"]
     start, length = _range(call, size_of(dims[axis]))
     if call.args["step"] == 1:
@@ -105,7 +105,7 @@ def _slice(call: Call) -> Dims:
 
 
 @rule("split split_with_sizes")
-def _split(call: Call) -> tuple[Dims, ...]:
+def _split(call: Operation) -> tuple[Dims, ...]:
     dims, axis = call.first, call.args["dim"]
     start, parts = 0, []
     for value in call.node.meta["val"]:
@@ -117,7 +117,7 @@ def _split(call: Call) -> tuple[Dims, ...]:
 
 
 @rule("glu")
-def _glu(call: Call) -> Dims:
+def _glu(call: Operation) -> Dims:
     dims, axis = call.first, call.args["dim"]
     half = size_of(dims[axis]) // 2
     dims[axis] = _part(call, dims[axis], 0, half)
@@ -125,14 +125,14 @@ def _glu(call: Call) -> Dims:
 
 
 @rule("select unbind")
-def _select(call: Call) -> Dims | tuple[Dims, ...]:
+def _select(call: Operation) -> Dims | tuple[Dims, ...]:
     dims = call.first
     freeze([dims.pop(call.args["dim"])], f"cut by {call.op}")
     return tuple([*dims] for _ in call.node.meta["val"]) if call.op == "unbind" else dims
 
 
 @rule("slice_scatter select_scatter")
-def _scatter(call: Call) -> Dims:
+def _scatter(call: Operation) -> Dims:
     dims, written = call.first, call.dims(call.args["src"])
     axis = call.args["dim"] % len(dims)
     size = size_of(dims[axis])
@@ -150,7 +150,7 @@ def _scatter(call: Call) -> Dims:
 
 
 @rule("cat stack")
-def _cat(call: Call) -> Dims:
+def _cat(call: Operation) -> Dims:
     parts = [call.dims(node) for node in call.args["tensors"] if 0 not in node.meta["val"].shape]  # empty: a new cache
     axis = call.args["dim"] % (len(parts[0]) + (call.op == "stack"))
     if call.op == "stack":
@@ -173,7 +173,7 @@ def _cat(call: Call) -> Dims:
 
 
 @rule("index")
-def _index(call: Call) -> Dims | None:
+def _index(call: Operation) -> Dims | None:
     dims, chosen = call.first, call.args["indices"]
     places = [i for i, index in enumerate(chosen) if index is not None]
     indices = [call.dims(chosen[i]) for i in places]
@@ -193,7 +193,7 @@ def _index(call: Call) -> Dims | None:
 
 
 @rule("index_select")
-def _index_select(call: Call) -> Dims:
+def _index_select(call: Operation) -> Dims:
     dims, axis = call.first, call.args["dim"]
     freeze([dims[axis]], "picked by index")
     index = call.dims(call.args["index"])
