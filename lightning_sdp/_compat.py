@@ -1,7 +1,9 @@
-"""Every private name of torch and lightning that this package needs, and nothing else."""
+"""Every private name of torch and lightning that this package needs, and what has to be mended about public ones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,12 +12,14 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimiz
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathType
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.seed import isolate_rng as _isolate_rng
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 __all__ = [
     "BatchNorm",
     "PathType",
     "after_backward",
+    "isolate_rng",
     "metric_counters",
     "optimizer_to_device",
     "optimizers_to_device",
@@ -28,6 +32,19 @@ _METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_is_synced"
 def after_backward(function: Any) -> None:
     """Calls a function when the backward pass that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Takes back what a block of code draws from the global random streams; Lightning's does not after an error."""
+    error: BaseException | None = None
+    with _isolate_rng(include_cuda):
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+    if error is not None:
+        raise error
 
 
 def metric_counters(metric: nn.Module) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_sdp._compat import isolate_rng
 
 _KNOWN = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
 _STEPS = 3

@@ -11,12 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_sdp._compat import BatchNorm, metric_counters, train_dataloader
+from lightning_sdp._compat import BatchNorm, isolate_rng, metric_counters, train_dataloader
 from lightning_sdp.components.calls import Call, recorded_calls
 
 

@@ -10,8 +10,9 @@ import torch.nn as nn
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_sdp.assignment import check_shares
-from lightning_sdp.components.calls import RecordCalls
+from lightning_sdp.components.calls import RecordCalls, run_without_data
 from lightning_sdp.components.discovery import GRANULARITIES, ON_UNSLICEABLE, KeepEnds
+from lightning_sdp.components.neurons import sample_inputs
 from lightning_sdp.plan import BALANCES, MaskPlan
 
 MASKINGS = ("forward",)
@@ -130,6 +131,34 @@ def one_of(argument: str, value: Any, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{argument}={value!r} is unknown: choose {' or '.join(map(repr, choices))}.")
+
+
+def runs_without_data(module: nn.Module) -> bool:
+    """Whether a model has a sample input that its forward takes, without data."""
+    sample = sample_inputs(module)
+    if sample is None:
+        return False
+    try:
+        run_without_data(module, sample)
+    except Exception:  # user code
+        return False
+    return True
+
+
+def require_running(module: nn.Module) -> None:
+    """Refuses a carved model that does not take its sample input any more.
+
+    Raises:
+        ValueError: Its forward fails.
+    """
+    try:
+        run_without_data(module, sample_inputs(module))
+    except Exception as error:  # user code
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{type(module).__name__} does not run on its example_input_array once its neurons are cut ({what}). Keep "
+            "the module where that happens whole with keep=..., or use granularity='block'."
+        ) from error
 
 
 def require_real_parameters(module: nn.Module) -> None:

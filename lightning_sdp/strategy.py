@@ -32,7 +32,7 @@ from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_locally, clip_over_the_world
 from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
-from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters
+from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters, require_running, runs_without_data
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import BufferSync
@@ -212,7 +212,10 @@ class SDPStrategy(DDPStrategy):
         self._full = FullModel(self._subnetwork, self.plan, groups, self._buffers)
         parameters = dict(module.named_parameters())
         missing = self._subnetwork.missing
+        can_run = self.plan.granularity == "neuron" and runs_without_data(module)
         self._subnetwork.carve(self.root_device)
+        if can_run:
+            agree(lambda: require_running(module), lambda _: ())
         self.model_to_device()
         if fitting:
             held = {name: p for name, p in parameters.items() if name not in missing}

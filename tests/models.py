@@ -15,6 +15,7 @@ from torchvision.models import SwinTransformer
 
 WIDTH, CLASSES = 12, 3
 SHAPES = {"mlp": (5,), "attention": (3, 5), "gqa": (3, 5), "conv": (2, 6, 6), "swin": (3, 8, 8)}
+SHAPES |= {"fixed": (3, 5), "opaque": (5,)}
 
 
 class MLPBlock(nn.Module):
@@ -72,6 +73,33 @@ class GQABlock(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class FixedHeadsBlock(nn.Module):
+    """Attention whose forward has the number of heads written into it, so that no head can be cut out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+class OpaqueBlock(nn.Module):
+    """A residual block whose forward depends on its data, and which passes a state on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if float(x.detach().abs().max()) > 1e6:
+            raise ValueError("diverged")
+        return x + state.mean() * self.fc(self.norm(x)), state
+
+
 class ConvBlock(nn.Module):
     """Residual block with BatchNorm and a projection where the width changes."""
 
@@ -90,7 +118,7 @@ class Net(LightningModule):
     """A model of one of several kinds, trained on vectors, sequences or images.
 
     Args:
-        kind: ``"mlp"``, ``"attention"``, ``"gqa"``, ``"conv"`` or ``"swin"``.
+        kind: ``"mlp"``, ``"attention"``, ``"gqa"``, ``"fixed"``, ``"opaque"``, ``"conv"`` or ``"swin"``.
         blocks: Number of blocks.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"momentum"``.
         groups: Split the parameters into two optimizer groups by name.
@@ -112,11 +140,13 @@ class Net(LightningModule):
                 [2, 2], 8, [2, 2], [2, 4], [2, 2], stochastic_depth_prob=0.0, num_classes=CLASSES
             )
         else:
-            block = {"mlp": MLPBlock, "attention": AttentionBlock, "gqa": GQABlock}[kind]
+            block = {"mlp": MLPBlock, "attention": AttentionBlock, "gqa": GQABlock, "fixed": FixedHeadsBlock}.get(
+                kind, OpaqueBlock
+            )
             self.stem = nn.Linear(5, WIDTH)
             self.blocks = nn.ModuleList(block(8 * (i + 1)) if kind == "mlp" else block() for i in range(blocks))
             self.head = nn.Linear(WIDTH, CLASSES)
-        self.example_input_array = torch.zeros(2, *SHAPES[kind])
+        self.example_input_array = None if kind == "opaque" else torch.zeros(2, *SHAPES[kind])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swin":
@@ -125,9 +155,11 @@ class Net(LightningModule):
         for block in self.blocks:
             if self.kind == "attention":
                 x, _ = block(x, mask=None)
+            elif self.kind == "opaque":
+                x, _ = block(x, state=torch.ones_like(x))
             else:
                 x = block(x)
-        if self.kind in ("attention", "gqa"):
+        if self.kind in ("attention", "gqa", "fixed"):
             x = x.mean(1)
         if self.kind == "conv":
             x = x.mean((2, 3))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+from lightning_sdp._compat import isolate_rng
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,11 @@ class Call:
     def with_random_values(
         self, dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments to call the module with: random where floating, zero where integer, and true where boolean."""
+        """Arguments to call the module with: random where floating, zero where integer, and true where boolean.
+
+        Objects of an unknown kind, such as caches of keys and values, may hold tensors of another call: they are left
+        out, or ``None`` where arguments are given by position.
+        """
 
         def value(spec: TensorSpec) -> Tensor:
             if spec.dtype == torch.bool:
@@ -43,10 +48,17 @@ class Call:
                 return torch.zeros(spec.shape, dtype=spec.dtype)
             return torch.empty(spec.shape, dtype=dtype).uniform_(-1.7, 1.7, generator=generator)
 
-        return (
-            apply_to_collection(self.args, TensorSpec, value),
-            apply_to_collection(self.kwargs, TensorSpec, value),
-        )
+        args = tuple(v if _is_plain(v) else None for v in self.args)
+        kwargs = {name: v for name, v in self.kwargs.items() if _is_plain(v)}
+        return apply_to_collection(args, TensorSpec, value), apply_to_collection(kwargs, TensorSpec, value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, (TensorSpec, bool, int, float, complex, str, torch.dtype, torch.device))
 
 
 @contextmanager
@@ -173,7 +185,8 @@ def on_meta(module: nn.Module) -> Iterator[None]:
 
     with preserved(module):
         for m in module.modules():
-            for tree in (m.__dict__, m._parameters, m._buffers):
+            trees: tuple[dict[str, Any], ...] = (m.__dict__, m._parameters, m._buffers)
+            for tree in trees:
                 tree.update({name: twin(value) for name, value in tree.items() if isinstance(value, Tensor)})
             if isinstance(m.__dict__.get("_device"), torch.device):  # what a LightningModule believes to be on
                 m.__dict__["_device"] = torch.device("meta")

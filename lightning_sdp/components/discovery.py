@@ -267,7 +267,10 @@ def _chosen_groups(
         matched = _match("components", [pattern], module)
         inside = [group for group in groups if lies_inside(group, matched)]
         if not inside:
-            why = [f"{n}: {r}" for n, r in reasons.items() if is_inside(n, matched)] or ["no neurons are known there"]
+            why = [f"{n}: {r}" for n, r in reasons.items() if is_inside(n, matched)]
+            why += [f"{group.name} reaches beyond it" for group in groups if touches(group, matched)]
+            outer = [(n, r) for n, r in reasons.items() if is_inside(matched[0], [n.rpartition(".")[0]])]
+            why += [f"{n}: {r}" for n, r in outer] or ["no neurons are known there"]
             raise ValueError(
                 f"components={pattern!r}: nothing in there can be cut into neurons, channels or heads. {why[0]}. Name "
                 "modules that contain both the layer that produces the neurons and the one that reads them."

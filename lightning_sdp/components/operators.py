@@ -101,7 +101,10 @@ def _attend(dim: Dim) -> None:
 
 
 def _contract(
-    call: Operation, nodes: tuple[fx.Node, fx.Node], labels: tuple[Sequence[Hashable], Sequence[Hashable]], out: Sequence
+    call: Operation,
+    nodes: tuple[fx.Node, fx.Node],
+    labels: tuple[Sequence[Hashable], Sequence[Hashable]],
+    out: Sequence,
 ) -> Dims:
     """A product of two tensors, summed over the labels that the result lacks, as in an einsum.
 

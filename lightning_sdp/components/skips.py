@@ -29,9 +29,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.func import functional_call
 
+from lightning_sdp._compat import isolate_rng
 from lightning_sdp.components.calls import Call, preserved, random_tensor
 from lightning_sdp.components.registry import Skip
 

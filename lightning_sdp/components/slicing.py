@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_sdp.components.base import Group
+from lightning_sdp.components.blocks import aliases
 from lightning_sdp.components.forwards import sliced_class as sliced_class
+
+_T = TypeVar("_T")
 
 ABSENT: Any = object()
 """The state of an attribute that a module does not have."""
@@ -162,6 +165,21 @@ def welded_edits(model: nn.Module, group: Group, held: Sequence[int]) -> list[Ed
     return edits
 
 
+def _by_module(model: nn.Module, values: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """Values of tensors, sorted by the modules that have them: those of a tied tensor are several."""
+    places = {names[0]: names for names in aliases(model)}
+    modules: dict[str, dict[str, _T]] = {}
+    seen: dict[tuple[int, str], None] = {}
+    for name, value in values.items():
+        for place in places.get(name, [name]):
+            path, _, leaf = place.rpartition(".")
+            key = id(model.get_submodule(path)), leaf
+            if key not in seen:  # a module itself may be registered in several places
+                seen[key] = None
+                modules.setdefault(path, {})[leaf] = value
+    return modules
+
+
 def structure_edits(
     model: nn.Module, shapes: Mapping[str, torch.Size], held: Iterable[tuple[Group, Sequence[int]]]
 ) -> list[Edit]:
@@ -175,12 +193,8 @@ def structure_edits(
     Raises:
         ValueError: A module cannot compute with such tensors; the message names it.
     """
-    by_module: dict[str, dict[str, torch.Size]] = {}
-    for name, shape in shapes.items():
-        path, _, leaf = name.rpartition(".")
-        by_module.setdefault(path, {})[leaf] = shape
     edits: list[Edit] = []
-    for path, own in by_module.items():
+    for path, own in _by_module(model, shapes).items():
         try:
             edits += shape_edits(model.get_submodule(path), own)
         except ValueError as error:
@@ -248,12 +262,8 @@ def padded_edits(model: nn.Module, specs: Mapping[str, PaddedSpec]) -> list[Edit
     Raises:
         ValueError: A parameter cannot be padded; the message names its module. See `padded_class`.
     """
-    by_module: dict[str, dict[str, PaddedSpec]] = {}
-    for name, spec in specs.items():
-        path, _, leaf = name.rpartition(".")
-        by_module.setdefault(path, {})[leaf] = spec
     edits = []
-    for path, own in by_module.items():
+    for path, own in _by_module(model, specs).items():
         module = model.get_submodule(path)
         try:
             edits.append(Edit(module, "__class__", type(module), padded_class(module, own)))

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_map_only
 
+from lightning_sdp._compat import isolate_rng
 from lightning_sdp.components import operators, views  # noqa: F401  (they register their handlers)
 from lightning_sdp.components.base import Group, Member
 from lightning_sdp.components.blocks import aliases

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
-from tests.models import batches, loader, make
+from tests.models import SHAPES, batches, loader, make
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -64,10 +64,11 @@ def fit_rank(*args: Any, **options: Any) -> dict[str, Any]:
     return fit(torch.distributed.get_world_size(), torch.distributed.get_rank(), *args, **options)
 
 
-def plan_for(net: LightningModule, workers: int, sdp: dict[str, Any]) -> MaskPlan:
+def plan_for(net: LightningModule, workers: int, sdp: dict[str, Any], example_inputs: Any = None) -> MaskPlan:
     """The plan that a strategy with these arguments builds."""
     names = ("granularity", "coverage", "components", "keep", "keep_ends", "on_unsliceable", "balance", "seed")
-    return MaskPlan.build(net, num_subnetworks=workers, **{k: v for k, v in sdp.items() if k in names})
+    settings = {name: value for name, value in sdp.items() if name in names}
+    return MaskPlan.build(net, num_subnetworks=workers, example_inputs=example_inputs, **settings)
 
 
 def reference(
@@ -78,7 +79,7 @@ def reference(
     accumulate = options.pop("accumulate_grad_batches", 1)
     ref = SDPReference(
         net,
-        plan_for(net, workers, sdp),
+        plan_for(net, workers, sdp, torch.zeros(2, *SHAPES[kind], dtype=torch.float64)),
         net.configure_optimizers(),
         ranks_per_worker=world // workers,
         accumulate_grad_batches=accumulate,

@@ -217,7 +217,11 @@ NEURON = {"granularity": "neuron", "coverage": 0.5}
         ({}, "whole tensors", "Adafactor updates a tensor as a whole, but 'blocks.0.fc1.weight' and"),
         ({}, "gqa", "Give the model an `example_input_array`"),
         ({}, "unreadable", "No maskable group of neurons, channels or heads was found in Unreadable."),
-        ({}, "normed", "'blocks.0.hidden' can be cut, but `inner` cannot be cut: LayerNorm normalizes over the dimension"),
+        (
+            {},
+            "normed",
+            "'blocks.0.hidden' can be cut, but `inner` cannot be cut: LayerNorm normalizes over the dimension",
+        ),
         ({"components": "stem"}, "mlp", "components='stem': nothing in there can be cut into neurons"),
         ({"components": "blocks.0.fc1"}, "mlp", "components='blocks.0.fc1': nothing in there can be cut into neurons"),
         ({"keep": "blocks"}, "mlp", "keep and keep_ends leave nothing to mask: all 5 groups of neurons of Net"),

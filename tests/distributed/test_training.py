@@ -88,6 +88,16 @@ def test_channels_of_a_batchnorm_model_equal_the_reference(pool, world: int) -> 
     check(pool, world, world, {**NEURON, "coverage": 0.5}, "conv", model={"optimizer": "momentum", "blocks": 3})
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_padded_heads_equal_the_reference(pool, world: int) -> None:
+    sdp = {**NEURON, "coverage": 0.5, "on_unsliceable": "pad"}
+    check(pool, world, world, sdp, "fixed", model={"blocks": 2}, gradient_clip_val=0.05)
+
+
+def test_blocks_found_by_one_training_batch_equal_the_reference(pool) -> None:
+    check(pool, 3, 3, {"coverage": 0.67, "keep_ends": 0}, "opaque", model={"blocks": 4})
+
+
 def test_clipping_by_value_equals_the_reference(pool) -> None:
     options = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
     check(pool, 3, 3, {"coverage": 0.5}, "mlp", model={"optimizer": "sgd"}, **options)

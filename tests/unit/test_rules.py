@@ -23,6 +23,8 @@ from lightning_sdp.components.base import Group, Member
 from lightning_sdp.components.members import chain, produces, reads, scales
 from lightning_sdp.components.registry import register_neurons
 from lightning_sdp.components.rules import is_trusted, rule_groups
+from lightning_sdp.components.tracing import trace_groups
+from tests.zoo import ZOO
 
 
 @pytest.fixture(autouse=True)
@@ -439,3 +441,30 @@ def test_layers_that_have_been_replaced() -> None:
     groups, reasons = rule_groups(nn.Sequential(layer))
     assert [group.name for group in groups] == ["0.self_attn.heads"]
     assert reasons == {"0": "`linear2` is a Adapter, not a linear or convolutional layer."}
+
+
+# The same groups by another way.
+
+
+def units_of(group: Group) -> frozenset[tuple[Any, ...]]:
+    """What a group is, whatever it is called: which entries of which tensors belong to each unit."""
+    entries: dict[tuple[str, int, int], list[int]] = {}
+    for member in group.members:
+        for unit in range(group.units):
+            key = (member.name, member.dim, unit)
+            runs = member.runs(unit, unit + 1)
+            entries.setdefault(key, []).extend(i for start, stop in runs for i in range(start, stop))
+    return frozenset((key, tuple(sorted(own))) for key, own in entries.items())
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_rules_and_tracing_find_the_same_groups(name: str) -> None:
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers")
+    with torch.device("meta"):
+        module, inputs = ZOO[name]()
+    by_rule, reasons = rule_groups(module)
+    traced = {units_of(group): group for group in trace_groups(module, inputs).groups}
+    assert not reasons
+    missed = [group.name for group in by_rule if units_of(group) not in traced]
+    assert missed == []
