@@ -5,8 +5,8 @@
 
 Every contender is a real `Trainer.fit` with its own strategy, model and AdamW. A process runs all of them, each in a
 thread of its own, and only one at a time: after a few steps the running one hands its turn to the next. So one round
-holds a few steps of DDP and of each granularity and coverage, and whatever else slows the machine down meets them alike. The ratio of
-a contender is the median over rounds of its time over DDP's in the same round.
+holds a few steps of DDP and of each granularity and coverage, and whatever else slows the machine down meets them
+alike. The ratio of a contender is the median over rounds of its time over DDP's in the same round.
 
 A step starts at a barrier of all ranks, when the batch is there, and spans Lightning's hooks, forward, backward with
 the averaging of gradients, and the optimizer's step. The first round is not counted: it allocates optimizer states
