@@ -26,7 +26,7 @@ PARAMETERS = sum(parameter.numel() for parameter in Net("mlp", blocks=4).paramet
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, str]:
-    """What the first launcher ended with; the others have to end there, too."""
+    """What the first launcher of a granularity ended with; the others have to end there, too."""
     return {}
 
 
@@ -34,6 +34,7 @@ def reference() -> dict[str, str]:
     ("strategy", "arguments", "nodes", "processes"),
     [
         ("sdp", [*COMMAND, "sdp", "2"], 1, [0, 1]),
+        ("sdp_neuron", [*COMMAND, "sdp_neuron", "2"], 1, [0, 1]),
         ("sdp_spawn", [*COMMAND, "sdp_spawn", "2"], 1, [0]),  # The others end within fit.
         ("sdp_fork", [*COMMAND, "sdp_fork", "2"], 1, [0]),
         ("torchrun", [PROGRAM, "sdp", "2"], 1, [0, 1]),
@@ -51,7 +52,9 @@ def test_launchers(
     assert {number for *_, number in ended} == {str(PARAMETERS)}
     hashes = {*ranks.values(), *(value for _, value, _ in ended)}
     assert len(hashes) == 1, output
-    assert reference.setdefault("weights", hashes.pop()) == next(iter(ranks.values())), output
+    assert reference.setdefault("neuron" if strategy == "sdp_neuron" else "block", hashes.pop()) == next(
+        iter(ranks.values())
+    ), output
     assert all(int(held) < PARAMETERS for held in re.findall(r"held (\d+)", output))
 
 
@@ -71,9 +74,10 @@ def fit_on_one_device(strategy: str) -> tuple[dict[str, Tensor], int, list[str],
     return dict(net.state_dict()), trainer.world_size, messages, type(trainer.strategy).__name__
 
 
-def test_one_process_trains_the_whole_model_as_a_single_device_does(pool: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("name", ["sdp", "sdp_neuron"])
+def test_one_process_trains_the_whole_model_as_a_single_device_does(pool: Callable[[int], Pool], name: str) -> None:
     [(plain, _, _, kind)] = pool(1).run(fit_on_one_device, "auto")
-    [(ours, world, messages, own)] = pool(1).run(fit_on_one_device, "sdp")
+    [(ours, world, messages, own)] = pool(1).run(fit_on_one_device, name)
     assert (kind, own, world) == ("SingleDeviceStrategy", "SDPStrategy", 1)
     assert list(ours) == list(plain)
     for name in plain:

@@ -57,8 +57,12 @@ def test_ten_adamw_steps_with_clipping_and_accumulation_equal_the_reference(pool
     check(pool, world, world, {"coverage": coverage}, "mlp", accumulate_grad_batches=3, gradient_clip_val=0.05)
 
 
-def test_two_workers_on_four_ranks_equal_the_reference(pool) -> None:
-    check(pool, 4, 2, {"coverage": 0.5}, "mlp", accumulate_grad_batches=2, gradient_clip_val=0.05)
+NEURON = {"granularity": "neuron", "keep_ends": 0}
+
+
+@pytest.mark.parametrize(("kind", "sdp"), [("mlp", {"coverage": 0.5}), ("gqa", {**NEURON, "coverage": 0.6})])
+def test_two_workers_on_four_ranks_equal_the_reference(pool, kind: str, sdp: dict[str, Any]) -> None:
+    check(pool, 4, 2, sdp, kind, accumulate_grad_batches=2, gradient_clip_val=0.05)
 
 
 @pytest.mark.parametrize(("world", "coverage"), [(2, 0.5), (3, 0.75), (4, 0.5)])
@@ -71,9 +75,6 @@ def test_weights_and_recalibrated_statistics_of_a_batchnorm_model_equal_the_refe
     pool, world: int, coverage: float
 ) -> None:
     check(pool, world, world, {"coverage": coverage}, "conv", steps=6, model={"optimizer": "momentum"})
-
-
-NEURON = {"granularity": "neuron", "keep_ends": 0}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -108,18 +109,20 @@ def test_float32_with_sgd_equals_the_reference_to_single_precision(pool) -> None
     check(pool, 2, 2, {"coverage": 0.5}, "mlp", tolerance=1e-6, model=model, accumulate_grad_batches=2)
 
 
-def test_unequal_coverage_per_worker_equals_the_reference(pool) -> None:
-    check(pool, 3, 3, {"coverage": [1.0, 0.5, 0.25]}, "mlp", gradient_clip_val=0.05)
+@pytest.mark.parametrize("sdp", [{}, NEURON])
+def test_unequal_coverage_per_worker_equals_the_reference(pool, sdp: dict[str, Any]) -> None:
+    check(pool, 3, 3, {**sdp, "coverage": [1.0, 0.5, 0.25]}, "mlp", gradient_clip_val=0.05)
 
 
 def test_two_optimizer_groups_keep_their_settings(pool) -> None:
     check(pool, 3, 3, {"coverage": 0.5}, "mlp", model={"groups": True}, gradient_clip_val=0.05)
 
 
-def test_small_buckets_change_nothing(pool) -> None:
+@pytest.mark.parametrize("sdp", [{}, NEURON])
+def test_small_buckets_change_nothing(pool, sdp: dict[str, Any]) -> None:
     options = {"gradient_clip_val": 0.05}
-    big = check(pool, 3, 3, {"coverage": 0.67}, "mlp", **options)
-    small = pool(3).run(fit_rank, {"coverage": 0.67, "bucket_cap_mb": 0.0005}, "mlp", 10, {}, **options)
+    big = check(pool, 3, 3, {**sdp, "coverage": 0.67}, "mlp", **options)
+    small = pool(3).run(fit_rank, {**sdp, "coverage": 0.67, "bucket_cap_mb": 0.0005}, "mlp", 10, {}, **options)
     for a, b in zip(big, small, strict=True):
         for name in a["full"]:
             torch.testing.assert_close(a["full"][name], b["full"][name], rtol=1e-12, atol=1e-12)
@@ -129,12 +132,13 @@ def test_more_workers_than_blocks(pool) -> None:
     check(pool, 4, 4, {"coverage": 0.5, "keep_ends": 0}, "mlp", model={"blocks": 2})
 
 
+@pytest.mark.parametrize("granularity", ["block", "neuron"])
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_full_coverage_is_ddp_bit_for_bit(pool, kind: str) -> None:
+def test_full_coverage_is_ddp_bit_for_bit(pool, kind: str, granularity: str) -> None:
     model = {"dtype": torch.float32}
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     ddp = pool(2).run(fit_rank, "ddp", kind, 10, model, **options)
-    sdp = pool(2).run(fit_rank, {"coverage": 1.0}, kind, 10, model, **options)
+    sdp = pool(2).run(fit_rank, {"coverage": 1.0, "granularity": granularity}, kind, 10, model, **options)
     for a, b in zip(ddp, sdp, strict=True):
         assert list(a["held"]) == list(b["held"])
         for name in a["held"]:
