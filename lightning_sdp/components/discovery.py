@@ -262,21 +262,21 @@ def _whole(group: Group) -> Component:
 def _chosen_groups(
     module: nn.Module, patterns: list[str], groups: Sequence[Group], reasons: dict[str, str]
 ) -> list[Group]:
-    chosen: dict[str, Group] = {}
-    for pattern in patterns:
-        matched = _match("components", [pattern], module)
-        inside = [group for group in groups if lies_inside(group, matched)]
-        if not inside:
-            why = [f"{n}: {r}" for n, r in reasons.items() if is_inside(n, matched)]
-            why += [f"{group.name} reaches beyond it" for group in groups if touches(group, matched)]
-            outer = [(n, r) for n, r in reasons.items() if is_inside(matched[0], [n.rpartition(".")[0]])]
-            why += [f"{n}: {r}" for n, r in outer] or ["no neurons are known there"]
-            raise ValueError(
-                f"components={pattern!r}: nothing in there can be cut into neurons, channels or heads. {why[0]}. Name "
-                "modules that contain both the layer that produces the neurons and the one that reads them."
-            )
-        chosen |= {group.name: group for group in inside}
-    return [group for group in groups if group.name in chosen]
+    matches = {pattern: _match("components", [pattern], module) for pattern in patterns}
+    everything = [name for matched in matches.values() for name in matched]
+    chosen = [group for group in groups if lies_inside(group, everything)]
+    for pattern, matched in matches.items():
+        if any(touches(group, matched) for group in chosen):
+            continue
+        why = [f"{n}: {r}" for n, r in reasons.items() if is_inside(n, matched)]
+        why += [f"{group.name} reaches beyond it" for group in groups if touches(group, matched)]
+        outer = [(n, r) for n, r in reasons.items() if is_inside(matched[0], [n.rpartition(".")[0]])]
+        why += [f"{n}: {r}" for n, r in outer] or ["no neurons are known there"]
+        raise ValueError(
+            f"components={pattern!r}: nothing in there can be cut into neurons, channels or heads. {why[0]}. Name "
+            "modules that contain both the layer that produces the neurons and the one that reads them."
+        )
+    return chosen
 
 
 def discover_components(module: nn.Module, granularity: str = "block", example_inputs: Any = None) -> list[Component]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -282,44 +281,3 @@ def pad(stored: Tensor, spec: PaddedSpec) -> Tensor:
             pieces.append(stored.narrow(spec.dim, taken, stop - start))
         taken, end = taken + stop - start, stop
     return torch.cat(pieces, spec.dim)
-
-
-def cut(module: nn.Module, groups: Sequence[Group], held: Mapping[str, Sequence[int]]) -> list[Edit]:
-    """Cuts a module down to some of its units, in place; tensors keep their identity, and lose their gradients.
-
-    Args:
-        module: The module in which the groups' names hold, with its full sizes.
-        groups: The groups to cut; no two may meet in a tensor along different dimensions, unless both are wanted.
-        held: The units that remain, by the names of groups; a group that is not named stays whole.
-
-    Returns:
-        What has changed besides the tensors.
-
-    Raises:
-        ValueError: A module cannot be cut like this. Nothing has changed then.
-    """
-    groups = [group for group in groups if group.name in held]
-    tensors: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
-    keep: dict[tuple[str, int], Tensor] = {}
-    for group in groups:
-        for member in group.members:
-            key = member.name, member.dim
-            if key not in keep:
-                keep[key] = torch.ones(tensors[member.name].shape[member.dim], dtype=torch.bool)
-            keep[key][member.start : member.start + math.prod(member.layout)] = False
-            for unit in held[group.name]:
-                for start, stop in member.runs(unit, unit + 1):
-                    keep[key][start:stop] = True
-
-    shapes: dict[str, list[int]] = {}
-    for (name, dim), mask in keep.items():
-        shapes.setdefault(name, list(tensors[name].shape))[dim] = int(mask.sum())
-    sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
-    edits = structure_edits(module, sizes, [(group, sorted(held[group.name])) for group in groups])
-    for (name, dim), mask in keep.items():
-        tensor = tensors[name]
-        tensor.grad = None
-        tensor.data = tensor.data.index_select(dim, mask.nonzero().flatten().to(tensor.device))
-    for edit in edits:
-        edit.cut()
-    return edits

@@ -687,8 +687,8 @@ def test_kept_ends_may_not_be_everything(keep_ends: Any) -> None:
 
 
 def test_unknown_granularity() -> None:
-    with pytest.raises(ValueError, match="granularity='neuron' is unknown: choose 'block'"):
-        discover_components(Stack(), "neuron")
+    with pytest.raises(ValueError, match="granularity='layer' is unknown: choose 'block' or 'neuron'"):
+        discover_components(Stack(), "layer")
 
 
 # Shared tensors
@@ -746,7 +746,7 @@ def test_global_random_streams_stay_where_they_are(monkeypatch: pytest.MonkeyPat
     def reseeded(seed: int) -> None:
         raise AssertionError(f"the GPUs' streams were seeded with {seed}")
 
-    module = in_sequence(_Drawing(), _Drawing(), Stack(3))
+    module = in_sequence(_Drawing(), _Drawing(), Stack(3), _Opaque())
     for seed in (torch.random.manual_seed, random.seed, np.random.seed):
         seed(12345)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded)

@@ -18,7 +18,18 @@ from lightning_sdp import MaskPlan, SDPStrategy
 from lightning_sdp.settings import MaskSettings
 from tests.unit.models import Stack
 
-START_METHODS = {"sdp": "popen", "sdp_spawn": "spawn", "sdp_fork": "fork", "sdp_notebook": "fork"}
+START_METHODS = {
+    "sdp": "popen",
+    "sdp_neuron": "popen",
+    "sdp_spawn": "spawn",
+    "sdp_fork": "fork",
+    "sdp_notebook": "fork",
+}
+
+
+def granularity_of(name: str) -> str:
+    return "neuron" if name == "sdp_neuron" else "block"
+
 
 ARGUMENTS = [
     ("granularity", "block"),
@@ -28,6 +39,7 @@ ARGUMENTS = [
     ("components", None),
     ("keep", ()),
     ("keep_ends", "auto"),
+    ("on_unsliceable", "keep"),
     ("balance", "params"),
     ("plan", None),
     ("seed", 0),
@@ -35,6 +47,7 @@ ARGUMENTS = [
     ("find_unused_parameters", None),
     ("eval_model", "full"),
     ("recalibrate_batchnorm", 16),
+    ("record_inputs", True),
     ("accelerator", None),
     ("parallel_devices", None),
     ("cluster_environment", None),
@@ -50,13 +63,16 @@ def test_public_names() -> None:
     assert sorted(lightning_sdp.__all__) == [
         "BatchNormRecalibration",
         "Component",
+        "Group",
         "MaskPlan",
+        "Member",
         "ParamSlice",
         "SDPReference",
         "SDPStrategy",
         "communication_bytes",
         "discover_components",
         "register_block",
+        "register_neurons",
     ]
     assert all(getattr(lightning_sdp, name).__doc__ for name in lightning_sdp.__all__)
     assert lightning_sdp.__version__.count(".") >= 2
@@ -68,8 +84,10 @@ def registered() -> dict[str, tuple[object, object]]:
 
 
 def test_registered_names() -> None:
-    expected = {name: (SDPStrategy, {"start_method": method}) for name, method in START_METHODS.items()}
-    assert registered() == expected
+    assert registered() == {
+        name: (SDPStrategy, {"granularity": granularity_of(name), "start_method": method})
+        for name, method in START_METHODS.items()
+    }
 
 
 def test_importing_twice_is_harmless() -> None:
@@ -94,7 +112,8 @@ def test_names_give_the_strategy_with_its_launcher(name: str, start_method: str)
         strategy = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False, barebones=True).strategy
     assert type(strategy) is SDPStrategy and isinstance(strategy, DDPStrategy)
     assert strategy._start_method == start_method
-    assert (strategy.settings, strategy.eval_model, strategy.recalibrate_batchnorm) == (MaskSettings(), "full", 16)
+    assert strategy.settings == MaskSettings(granularity=granularity_of(name))
+    assert (strategy.eval_model, strategy.recalibrate_batchnorm) == ("full", 16)
     assert strategy.plan is None
 
 
@@ -119,7 +138,8 @@ def test_readme_lists_the_arguments_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("granularity", "neuron", "granularity='neuron' is unknown: choose 'block'"),
+        ("granularity", "layer", "granularity='layer' is unknown: choose 'block' or 'neuron'"),
+        ("on_unsliceable", "drop", "on_unsliceable='drop' is unknown: choose 'keep' or 'pad' or 'error'"),
         ("masking", "backward", "masking='backward' is unknown: choose 'forward'"),
         ("balance", "flops", "balance='flops' is unknown: choose 'count' or 'params'"),
         ("eval_model", "both", "eval_model='both' is unknown: choose 'full' or 'subnetwork'"),

@@ -32,13 +32,13 @@ from lightning_sdp.components.base import Group, Member
 from lightning_sdp.components.rules import rule_groups
 from lightning_sdp.components.slicing import (
     PaddedSpec,
-    cut,
     padded_class,
     padded_edits,
     proportional_edits,
     shape_edits,
     sliced_class,
 )
+from tests.unit.cutting import cut
 
 TOLERANCE = 1e-12
 
