@@ -35,19 +35,22 @@ __all__ = [
 ]
 
 _NAMES = {
-    "sdp": ("block", "popen"),
-    "sdp_neuron": ("neuron", "popen"),
-    "sdp_spawn": ("block", "spawn"),
-    "sdp_fork": ("block", "fork"),
-    "sdp_notebook": ("block", "fork"),
+    "sdp": ("block", "forward", "popen"),
+    "sdp_neuron": ("neuron", "forward", "popen"),
+    "sdp_backward": ("block", "backward", "popen"),
+    "sdp_neuron_backward": ("neuron", "backward", "popen"),
+    "sdp_spawn": ("block", "forward", "spawn"),
+    "sdp_fork": ("block", "forward", "fork"),
+    "sdp_notebook": ("block", "forward", "fork"),
 }
 
-for _name, (_granularity, _start_method) in _NAMES.items():
+for _name, (_granularity, _masking, _start_method) in _NAMES.items():
     StrategyRegistry.register(
         _name,
         SDPStrategy,
-        description=f"Subnetwork Data Parallelism over {_granularity}s; processes start by {_start_method}",
+        description=f"Subnetwork Data Parallelism over {_granularity}s, {_masking} masking, start by {_start_method}",
         override=True,
         granularity=_granularity,
+        masking=_masking,
         start_method=_start_method,
     )

@@ -30,6 +30,7 @@ class OptimizerLayout:
         missing: The parameters that this rank lacks, by name.
         plan: Who holds what.
         groups: Holder sets and their process groups.
+        leaves: What the optimizers get in place of parameters, by their names.
 
     Attributes:
         needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
@@ -45,6 +46,7 @@ class OptimizerLayout:
         missing: Mapping[str, Tensor],
         plan: MaskPlan,
         groups: HolderGroups,
+        leaves: Mapping[str, Tensor],
     ) -> None:
         self._groups = groups
         self._remote = [  # what rank 0 lacks, a component at a time
@@ -54,7 +56,7 @@ class OptimizerLayout:
         ]
         self.needs_others = bool(self._remote)
         parameters = dict(module.named_parameters())
-        self._name_of = {id(parameter): name for name, parameter in parameters.items()}
+        self._name_of = {id(tensor): name for name, tensor in [*parameters.items(), *leaves.items()]}
         self._cut = {n: (layout, parameters[n].shape) for n, layout in groups.layouts.items() if n in parameters}
         lacking = {id(tensor) for tensor in missing.values()}
         self._layout: list[list[list[str]]] = []
@@ -67,7 +69,11 @@ class OptimizerLayout:
                     elif parameter in optimizer.state:  # some optimizers have state from the start
                         name = self._name_of[id(parameter)]
                         optimizer.state[parameter] = self._own_part(name, optimizer.state[parameter])
-                group["params"] = [p for p in group["params"] if id(p) not in lacking]
+                held = [p for p in group["params"] if id(p) not in lacking]
+                group["params"] = [leaves.get(self._name_of[id(p)], p) for p in held]
+                for parameter, leaf in zip(held, group["params"], strict=True):
+                    if parameter is not leaf and parameter in optimizer.state:
+                        optimizer.state[leaf] = optimizer.state.pop(parameter)
 
     def _names(self, group: Mapping[str, Any], position: int) -> list[str]:
         names = [self._name_of.get(id(parameter)) for parameter in group["params"]]

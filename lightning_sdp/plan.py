@@ -182,6 +182,16 @@ class MaskPlan:
                     where.fill_(False)
         return mask
 
+    @cached_property
+    def sources(self) -> dict[str, int]:
+        """For each component the holder that sends it to the others, chosen such that all send about as much."""
+        sent = [0.0] * self.num_subnetworks
+        sources = {}
+        for name, cost in zip(self._holders, self.sizes or self._costs, strict=True):
+            sources[name] = min(self._holders[name], key=lambda worker: (sent[worker], worker))
+            sent[sources[name]] += cost
+        return sources
+
     @property
     def holder_sets(self) -> dict[tuple[int, ...], tuple[str, ...]]:
         """Each distinct set of holders with the names of its components, in the model's order."""

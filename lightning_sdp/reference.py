@@ -39,6 +39,7 @@ class SDPReference:
         accumulate_grad_batches: Micro-batches per step; each loss is divided by it, as Lightning does.
         gradient_clip_val: Clips the averaged gradient, as ``Trainer(gradient_clip_val=…)``.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        masking: ``"forward"``, or ``"backward"``: every rank runs the full model, and only gradients are masked.
         scheduler: Stepped after every step.
 
     Attributes:
@@ -56,8 +57,10 @@ class SDPReference:
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
+        masking: str = "forward",
         scheduler: Any = None,
     ) -> None:
+        self.masking = masking
         self.module, self.plan, self.optimizer, self.scheduler = module, plan, optimizer, scheduler
         self.world_size = plan.num_subnetworks * ranks_per_worker
         self._ranks_per_worker = ranks_per_worker
@@ -79,7 +82,7 @@ class SDPReference:
         return rank // self._ranks_per_worker
 
     def _everywhere(self) -> bool:
-        return all(bool(mask.all()) for masks in self._masks.values() for mask in masks)
+        return self.masking == "backward" or all(bool(mask.all()) for masks in self._masks.values() for mask in masks)
 
     def _is_local(self, buffer: str) -> bool:
         return not self._everywhere() and buffer.rpartition(".")[0] in self._norms
@@ -88,13 +91,15 @@ class SDPReference:
     def subnetwork(self, rank: int) -> Iterator[nn.Module]:
         """The module as a rank runs it: what its worker lacks is skipped, and buffers are that rank's."""
         lacking = [c.name for c in self.plan.missing_on(self._worker(rank)) if c.name in self._skips]
+        lacking = [] if self.masking == "backward" else lacking
         missing = [self.module.get_submodule(name) for name in lacking]
         skips = [self._skips[name] for name in lacking]
         own = [block.__dict__.pop("forward", None) for block in missing]
         for block, skip in zip(missing, skips, strict=True):
             block.forward = partial(skip.function, block)  # type: ignore[method-assign]
         self._load_buffers(self._buffers[rank])
-        whole = {name: p.data for name, p in self.module.named_parameters() if name in self.plan.layouts}
+        cut = {} if self.masking == "backward" else self.plan.layouts
+        whole = {name: p.data for name, p in self.module.named_parameters() if name in cut}
         for name, p in self.module.named_parameters():
             if name in whole:
                 p.data = whole[name].masked_fill(~self._masks[name][rank].to(p.device), 0)
@@ -121,11 +126,13 @@ class SDPReference:
                 continue
             shared = self._from_lowest_holders(name)
             for own, mask in zip(self._buffers, self._masks[name], strict=True):
-                own[name] = torch.where(mask, shared, own[name])
+                own[name] = shared.clone() if self.masking == "backward" else torch.where(mask, shared, own[name])
 
     def _from_lowest_holders(self, name: str) -> Tensor:
         """A buffer with every element from the lowest rank that holds it."""
         value = self._buffers[0][name].clone()
+        if self.masking == "backward":
+            return value
         for own, mask in zip(self._buffers[::-1], self._masks[name][::-1], strict=True):
             value = torch.where(mask, own[name], value)
         return value

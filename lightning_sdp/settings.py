@@ -15,7 +15,7 @@ from lightning_sdp.components.discovery import GRANULARITIES, ON_UNSLICEABLE, Ke
 from lightning_sdp.components.neurons import sample_inputs
 from lightning_sdp.plan import BALANCES, MaskPlan
 
-MASKINGS = ("forward",)
+MASKINGS = ("forward", "backward")
 _PLAN_FIELDS = ("granularity", "coverage", "components", "keep", "keep_ends", "on_unsliceable", "seed")
 
 

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
 from lightning_sdp.assemble import FullModel, share_initial_state
-from lightning_sdp.callbacks import BatchNormRecalibration, ForwardMasking
+from lightning_sdp.callbacks import BackwardMasking, BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
-from lightning_sdp.callbacks.masking import CHECKPOINT_KEY
+from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MaskingMode
 from lightning_sdp.elementwise import require_elementwise
+from lightning_sdp.gradient_mask import GradientMask
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_locally, clip_over_the_world
@@ -38,6 +39,7 @@ from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
+from lightning_sdp.sync.refresh import Refresh
 
 
 class SDPStrategy(DDPStrategy):
@@ -51,7 +53,9 @@ class SDPStrategy(DDPStrategy):
         granularity: What a worker may lack: ``"block"``, whole residual blocks, or ``"neuron"``, neurons, channels and
             heads. For neurons the model should have an ``example_input_array``, so that its graph can be read; without
             one only the layers of known classes can be cut.
-        masking: ``"forward"``: what a worker lacks does not exist there.
+        masking: ``"forward"``: what a worker lacks does not exist there; ``"backward"``: every worker runs the full
+            model, but has gradients and optimizer state only of what it holds. After each step it gets the new values
+            of the rest.
         coverage: Share C of the maskable parameters that each worker holds, in (0, 1]; a list gives each worker its
             own.
         num_subnetworks: Number N of workers; it has to divide the number of processes, and neighboring processes form
@@ -166,6 +170,8 @@ class SDPStrategy(DDPStrategy):
         self._subnetwork: Subnetwork | None = None
         self._buffers: BufferSync | None = None
         self._full: FullModel | None = None
+        self._mask: GradientMask | None = None
+        self._refresh: Refresh | None = None
         self._reducer: GradientReducer | None = None
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
@@ -176,8 +182,8 @@ class SDPStrategy(DDPStrategy):
         """Puts the masking regime first among the trainer's callbacks."""
         super().connect(model)
         callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, ForwardMasking) for callback in callbacks):
-            callbacks.insert(0, ForwardMasking())
+        if not any(isinstance(callback, MaskingMode) for callback in callbacks):
+            callbacks.insert(0, BackwardMasking() if self.settings.masking == "backward" else ForwardMasking())
 
     def setup(self, trainer: Trainer) -> None:
         """Carves the model down to this worker's subnetwork before it moves to the device; collective.
@@ -200,6 +206,7 @@ class SDPStrategy(DDPStrategy):
             lambda plan: _fingerprint(plan, module),
         )
         everywhere = all(len(workers) == self.plan.num_subnetworks for workers in self.plan.holder_sets)
+        backward = self.settings.masking == "backward"
         self._refuse_what_needs_everything(everywhere)
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
         self._groups = groups
@@ -207,31 +214,43 @@ class SDPStrategy(DDPStrategy):
             self._layer_sync.apply(module)
         share_initial_state(module, groups)
 
-        self._buffers = BufferSync(module, groups, everywhere)
-        self._subnetwork = Subnetwork(module, self.plan, self.global_rank // groups.ranks_per_worker)
-        self._full = FullModel(self._subnetwork, self.plan, groups, self._buffers)
-        parameters = dict(module.named_parameters())
-        missing = self._subnetwork.missing
-        can_run = self.plan.granularity == "neuron" and runs_without_data(module)
-        self._subnetwork.carve(self.root_device)
-        if can_run:
-            agree(lambda: require_running(module), lambda _: ())
-        self.model_to_device()
+        order = [name for name, _ in module.named_parameters()]
+        self._buffers = BufferSync(module, groups, everywhere or backward)
+        part = self._mask_gradients(module, groups) if backward else self._carve(module, groups)
         if fitting:
-            held = {name: p for name, p in parameters.items() if name not in missing}
-            self._reducer = GradientReducer(held, list(parameters), groups, self.bucket_cap_mb)
-            with self._subnetwork.whole_structure():
+            self._reducer = GradientReducer(part.trained, order, groups, self.bucket_cap_mb)
+            with part.whole_structure():
                 self.setup_optimizers(trainer)
-                cut = {id(tensor): name for name, tensor in self._subnetwork.cut.items()}
+                cut = {id(p): name for name, p in module.named_parameters() if name in self.plan.layouts}
                 agree(lambda: require_elementwise(self.optimizers, cut), lambda _: ())
-                self._layout = OptimizerLayout(module, self.optimizers, missing, self.plan, groups)
+                self._layout = OptimizerLayout(module, self.optimizers, part.missing, self.plan, groups, part.leaves)
             if not everywhere:
-                clip_over_the_world(self.precision_plugin, held, groups)
+                clip_over_the_world(self.precision_plugin, part.trained, groups)
             self._add_recalibration(trainer, module)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         rank_zero_info(summary(self.plan, len(groups)))
+
+    def _carve(self, module: LightningModule, groups: HolderGroups) -> Subnetwork:
+        """Carves the model down to what this worker holds, and moves it to the device."""
+        assert self.plan is not None and self._buffers is not None
+        self._subnetwork = Subnetwork(module, self.plan, self.global_rank // groups.ranks_per_worker)
+        self._full = FullModel(self._subnetwork, self.plan, groups, self._buffers)
+        can_run = self.plan.granularity == "neuron" and runs_without_data(module)
+        self._subnetwork.carve(self.root_device)
+        if can_run:
+            agree(lambda: require_running(module), lambda _: ())
+        self.model_to_device()
+        return self._subnetwork
+
+    def _mask_gradients(self, module: LightningModule, groups: HolderGroups) -> GradientMask:
+        """Moves the whole model to the device, and masks the gradients of what this worker does not hold."""
+        assert self.plan is not None
+        self.model_to_device()
+        self._mask = GradientMask(module, self.plan, self.global_rank // groups.ranks_per_worker)
+        self._refresh = Refresh(dict(module.named_parameters()), self.plan, groups)
+        return self._mask
 
     def _refuse_what_needs_everything(self, everywhere: bool) -> None:
         if everywhere:
@@ -274,6 +293,8 @@ class SDPStrategy(DDPStrategy):
         if self._buffers is not None and self._reducer is not None and self._reducer.enabled:
             self._buffers.before_forward()
         self._stale_statistics = True
+        if self._mask is not None:
+            self._mask.follow()
         return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -285,6 +306,14 @@ class SDPStrategy(DDPStrategy):
         """Averages even if this rank's backward pass reached none of its parameters."""
         if self._reducer is not None:
             self._reducer.finish()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the step; under backward masking every rank then gets the new values of what it does not hold."""
+        output = super().optimizer_step(*args, **kwargs)
+        if self._mask is not None and self._refresh is not None:
+            self._mask.write_back()
+            self._refresh.run()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -448,6 +477,8 @@ class SDPStrategy(DDPStrategy):
         """Leaves the module whole on every rank, after a failure with its structure whole; frees what was ours."""
         if self._full is not None and not self._interrupted:
             self.open_full_model()
+        if self._mask is not None:
+            self._mask.remove()
         module = self._lightning_module
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # it would be moved to the host, but there is no data to move

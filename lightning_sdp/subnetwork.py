@@ -114,6 +114,8 @@ class Subnetwork:
     Attributes:
         missing: The tensors that the worker lacks, by name in the full model, in the plan's order.
         cut: The tensors of which it has a part, by name in the full model.
+        trained: The parameters of which it has all or a part, by name in the full model.
+        leaves: What is trained in place of the parameters themselves: nothing.
         attached: Whether the module has its full structure.
     """
 
@@ -128,6 +130,8 @@ class Subnetwork:
             if not layout.is_complete(worker)
         }
         self.cut = {name: cut.tensor for name, cut in self._cut.items()}
+        self.trained = {name: p for name, p in module.named_parameters() if name not in self.missing}
+        self.leaves: dict[str, nn.Parameter] = {}
         self.attached = True
         self._device: torch.device | None = None
         blocks = [(c.name, module.get_submodule(c.name)) for c in lacking if c.kind == "block"]

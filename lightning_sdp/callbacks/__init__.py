@@ -1,6 +1,6 @@
 """The regime, and what belongs to it, as Lightning callbacks."""
 
 from lightning_sdp.callbacks.batchnorm import BatchNormRecalibration
-from lightning_sdp.callbacks.masking import ForwardMasking
+from lightning_sdp.callbacks.masking import BackwardMasking, ForwardMasking
 
-__all__ = ["BatchNormRecalibration", "ForwardMasking"]
+__all__ = ["BackwardMasking", "BatchNormRecalibration", "ForwardMasking"]

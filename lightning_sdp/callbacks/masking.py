@@ -13,11 +13,23 @@ if TYPE_CHECKING:
 CHECKPOINT_KEY = "lightning_sdp"
 
 
-class ForwardMasking(Callback):
+class MaskingMode(Callback):
+    """A masking regime; `SDPStrategy` puts one first among the callbacks."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the plan to the checkpoint."""
+        checkpoint[CHECKPOINT_KEY] = trainer.strategy.plan_record()  # type: ignore[attr-defined]
+
+
+class BackwardMasking(MaskingMode):
+    """Each worker runs the full model, and trains what it holds: the full model is always open."""
+
+
+class ForwardMasking(MaskingMode):
     """Each worker runs only what it holds, except while the model is evaluated or handed to the user.
 
-    `SDPStrategy` puts it first among the callbacks, so that the full model is open before any other callback of a stage
-    sees it; the strategy's own ``on_*_end``, which Lightning calls last, closes it. After the sanity check it is closed
+    As it comes first among the callbacks, the full model is open before any other callback of a stage sees it; the
+    strategy's own ``on_*_end``, which Lightning calls last, closes it. After the sanity check it is closed
     where training starts, and at the end of training it stays open.
     """
 
@@ -40,7 +52,3 @@ class ForwardMasking(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Opens the full model for good."""
         trainer.strategy.open_full_model()  # type: ignore[attr-defined]
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the plan to the checkpoint."""
-        checkpoint[CHECKPOINT_KEY] = trainer.strategy.plan_record()  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ from lightning_sdp.components.forwards import sliced_class as sliced_class
 
 _T = TypeVar("_T")
 
+Reader = Callable[[Any], Tensor]
+
 ABSENT: Any = object()
 """The state of an attribute that a module does not have."""
 
@@ -241,12 +243,31 @@ def padded_class(module: nn.Module, names: Mapping[str, PaddedSpec]) -> type[nn.
     for name in names:
         if module._parameters.get(name) is None:
             raise ValueError(f"{type(module).__name__} has no parameter `{name}` of its own.")
+    return _reading_class(module, "Padded", {name: _padding(name, spec) for name, spec in names.items()})
+
+
+def _reading_class(module: nn.Module, prefix: str, readers: Mapping[str, Reader]) -> type[nn.Module]:
+    """A subclass of a module's class through whose properties its parameters are read."""
     cls = type(module)
-    views = {name: property(_padding(name, spec)) for name, spec in names.items()}
-    return type(f"Padded{cls.__name__}", (cls,), {**views, "__module__": cls.__module__})
+    properties = {name: property(reader) for name, reader in readers.items()}
+    return type(f"{prefix}{cls.__name__}", (cls,), {**properties, "__module__": cls.__module__})
 
 
-def _padding(name: str, spec: PaddedSpec) -> Callable[[nn.Module], Tensor]:
+def view_edits(model: nn.Module, readers: Mapping[str, Reader]) -> list[Edit]:
+    """The classes of modules whose forwards are to read something else in place of some of their parameters.
+
+    Args:
+        model: The model.
+        readers: What is read, by the names of parameters in the model; called with the module.
+    """
+    edits = []
+    for path, own in _by_module(model, readers).items():
+        module = model.get_submodule(path)
+        edits.append(Edit(module, "__class__", type(module), _reading_class(module, "Masked", own)))
+    return edits
+
+
+def _padding(name: str, spec: PaddedSpec) -> Reader:
     def view(self: nn.Module) -> Tensor:
         stored = self._parameters[name]
         assert stored is not None

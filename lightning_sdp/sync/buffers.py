@@ -94,7 +94,8 @@ class BufferSync:
     Args:
         module: The full model, before it is carved, equal on all ranks.
         groups: Holder sets and their process groups.
-        everywhere: Whether every rank holds everything. Then BatchNorm's statistics are shared as well, as under DDP.
+        everywhere: Whether every rank runs the full model. Then all buffers are shared, BatchNorm's statistics as well,
+            as under DDP.
 
     Attributes:
         widths: Channels of each BatchNorm with local statistics, by name; none at full coverage.
@@ -112,10 +113,9 @@ class BufferSync:
         self._saved: dict[str, Tensor] = {}
         self._spread_sets: dict[tuple[int, ...], list[tuple[str, Part | None]]] = {}
         for name in self._owners:
-            layout = groups.layouts.get(name)
-            parts = (
-                [(groups.holders(name), None)] if layout is None else [(part.holders, part) for part in layout.parts]
-            )
+            layout = None if everywhere else groups.layouts.get(name)
+            holders = groups.world if everywhere else groups.holders(name)
+            parts = [(holders, None)] if layout is None else [(part.holders, part) for part in layout.parts]
             for ranks, part in parts:
                 if name not in self._local and len(ranks) > 1:
                     self._spread_sets.setdefault(ranks, []).append((name, part))

@@ -83,6 +83,7 @@ def reference(
         net.configure_optimizers(),
         ranks_per_worker=world // workers,
         accumulate_grad_batches=accumulate,
+        masking=sdp.get("masking", "forward"),
         **options,
     )
     dtype = next(net.parameters()).dtype
