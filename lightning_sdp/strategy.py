@@ -138,6 +138,10 @@ class SDPStrategy(DDPStrategy):
             seed=seed,
         )
         one_of("eval_model", eval_model, ("full", "subnetwork"))
+        if masking == "backward" and eval_model == "subnetwork":
+            raise ValueError(
+                "eval_model='subnetwork' needs masking='forward': under backward masking every worker runs the full model."
+            )
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
         if recalibrate_batchnorm < 0:

@@ -31,9 +31,8 @@ class Hashes(Callback):
         states = trainer.optimizers[0].state
         parameters = [p for group in groups for p in group["params"]]
         tensors = [v for p in parameters for v in [p.grad, *states[p].values()] if v is not None and v.dim()]
-        self.trained = sum(
-            v.untyped_storage().nbytes() for v in {t.untyped_storage().data_ptr(): t for t in tensors}.values()
-        )
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        self.trained = sum(storages.values())
 
 
 def fit(sdp: dict[str, Any], kind: str, steps: int, model: dict[str, Any], **options: Any) -> dict[str, Any]:
