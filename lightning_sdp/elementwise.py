@@ -17,27 +17,38 @@ _KNOWN = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagra
 _STEPS = 3
 
 
-def require_elementwise(optimizers: Sequence[Optimizer], cut: Mapping[int, str]) -> None:
-    """Refuses optimizers whose update of one element depends on the rest of its tensor, where tensors are cut.
+CUT = (
+    "are cut, so that processes with different parts of one would update their common entries differently. Use an "
+    "elementwise optimizer such as SGD or AdamW, or granularity='block', or keep the modules of these tensors whole "
+    "with keep=..."
+)
+AVERAGED = (
+    "have their optimizer state averaged element by element. Use an elementwise optimizer such as SGD or AdamW, or "
+    "average_optimizer_state=False."
+)
+
+
+def require_elementwise(optimizers: Sequence[Optimizer], names_of: Mapping[int, str], because: str = CUT) -> None:
+    """Refuses optimizers whose update of one element depends on the rest of its tensor.
 
     Ranks that hold different parts of a tensor would update the entries that they share differently. The optimizers of
     ``torch.optim`` are known; any other class is tried on a small tensor and on a part of it.
 
     Args:
         optimizers: The optimizers.
-        cut: Names of the cut tensors by their ``id``.
+        names_of: Names of the tensors that need it, by their ``id``.
+        because: What is the matter with these tensors.
 
     Raises:
         ValueError: One of them is not elementwise, or cannot be tried.
     """
     for optimizer in optimizers:
-        names = [cut[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in cut]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [names_of[id(p)] for p in parameters if id(p) in names_of]
         if names and not is_elementwise(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} updates a tensor as a whole, but {names[0]!r} and {len(names) - 1} more "
-                "tensors are cut, so that processes with different parts of one would update their common entries "
-                "differently. Use an elementwise optimizer such as SGD or AdamW, or granularity='block', or keep the "
-                "modules of these tensors whole with keep=..."
+                f"tensors {because}"
             )
 
 

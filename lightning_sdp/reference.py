@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,6 +41,9 @@ class SDPReference:
         gradient_clip_val: Clips the averaged gradient, as ``Trainer(gradient_clip_val=…)``.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         masking: ``"forward"``, or ``"backward"``: every rank runs the full model, and only gradients are masked.
+        model_averaging_period: With more than 1, every rank takes steps of its own, and after that many of them the
+            parameters are averaged over their holders. Between steps the module has the holders' means.
+        average_optimizer_state: Whether floating-point optimizer state is averaged along.
         scheduler: Stepped after every step.
 
     Attributes:
@@ -58,9 +62,12 @@ class SDPReference:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
         masking: str = "forward",
+        model_averaging_period: int = 1,
+        average_optimizer_state: bool = False,
         scheduler: Any = None,
     ) -> None:
         self.masking = masking
+        self._period, self._average_state, self._steps = model_averaging_period, average_optimizer_state, 0
         self.module, self.plan, self.optimizer, self.scheduler = module, plan, optimizer, scheduler
         self.world_size = plan.num_subnetworks * ranks_per_worker
         self._ranks_per_worker = ranks_per_worker
@@ -77,6 +84,8 @@ class SDPReference:
             n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None
         }
         self._buffers = [{n: b.clone() for n, b in module.named_buffers()} for _ in range(self.world_size)]
+        self._weights = [{n: p.detach().clone() for n, p in module.named_parameters()} for _ in range(self.world_size)]
+        self._states: list[Any] = [defaultdict(dict) for _ in range(self.world_size)]
 
     def _worker(self, rank: int) -> int:
         return rank // self._ranks_per_worker
@@ -148,13 +157,28 @@ class SDPReference:
         """
         if len(batches) != self.world_size:
             raise ValueError(f"batches has {len(batches)} entries for {self.world_size} ranks.")
+        grads, losses = self._gradients(batches)
+        if self._period > 1:
+            self._step_by_rank(grads)
+        else:
+            for name, p in self.module.named_parameters():
+                p.grad = self._average(name, [g.get(name) for g in grads])
+            self._clip()
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return losses
+
+    def _gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[dict[str, Tensor]], list[float]]:
+        """Each rank's gradients by parameter name, and its loss, summed over micro-batches."""
         grads: list[dict[str, Tensor]] = [{} for _ in batches]
         losses = [0.0] * len(batches)
         for i in range(len(batches[0])):
-            if i == len(batches[0]) - 1:
+            if i == len(batches[0]) - 1 and self._steps % self._period == 0:
                 self._share_buffers()
             for rank, own in enumerate(batches):
                 self.module.zero_grad(set_to_none=True)
+                self._load_weights(rank)
                 with self.subnetwork(rank) as module:
                     loss = self._loss(module, own[i]) / self._accumulate
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -162,15 +186,56 @@ class SDPReference:
                 for name, p in self.module.named_parameters():
                     if p.grad is not None:
                         grads[rank][name] = grads[rank][name] + p.grad if name in grads[rank] else p.grad.clone()
-        for name, p in self.module.named_parameters():
-            p.grad = self._average(name, [g.get(name) for g in grads])
+        return grads, losses
+
+    def _clip(self) -> None:
         if self._clip_val is not None:
             clip = torch.nn.utils.clip_grad_norm_ if self._clip_algorithm == "norm" else torch.nn.utils.clip_grad_value_
             clip(self.module.parameters(), self._clip_val)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return losses
+
+    @torch.no_grad()
+    def _load_weights(self, rank: int) -> None:
+        """Gives the module a rank's own weights, which differ from others' within a period."""
+        if self._period > 1:
+            for name, p in self.module.named_parameters():
+                p.copy_(self._weights[rank][name])
+
+    def _step_by_rank(self, grads: Sequence[dict[str, Tensor]]) -> None:
+        """One step of every rank for itself; at the end of a period the average over holders."""
+        parameters = dict(self.module.named_parameters())
+        for rank, own in enumerate(grads):
+            self._load_weights(rank)
+            for name, p in parameters.items():
+                mask = self._masks[name][rank]
+                p.grad = own[name] * mask if name in own and bool(mask.any()) else None
+            self._clip()
+            self.optimizer.state = self._states[rank]
+            self.optimizer.step()
+            self._weights[rank] = {name: p.detach().clone() for name, p in parameters.items()}
+        self._steps += 1
+        means = {name: self._holders_mean(name, [own[name] for own in self._weights]) for name in parameters}
+        if self._steps % self._period == 0:
+            self._weights = [{name: mean.clone() for name, mean in means.items()} for _ in self._weights]
+            if self._average_state:
+                self._average_states(parameters)
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(means[name])
+
+    def _holders_mean(self, name: str, values: Sequence[Tensor]) -> Tensor:
+        masks = torch.stack([mask.to(values[0].dtype) for mask in self._masks[name]])
+        return (torch.stack(list(values)) * masks).sum(0) / masks.sum(0)
+
+    def _average_states(self, parameters: Mapping[str, Tensor]) -> None:
+        for name, p in parameters.items():
+            first: dict[str, Any] = next((state[p] for state in self._states if p in state), {})
+            keys = [k for k, v in first.items() if isinstance(v, Tensor) and v.shape == p.shape and v.dim()]
+            for key in keys:
+                values = [state[p].get(key, torch.zeros_like(p)) for state in self._states]
+                mean = self._holders_mean(name, values)
+                for state in self._states:
+                    if key in state[p]:
+                        state[p][key] = mean.clone()
 
     def _average(self, name: str, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Per element: the sum over its holders divided by their number; ``None`` if no holder used the parameter."""

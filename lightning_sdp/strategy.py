@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from lightning_sdp.assemble import FullModel, share_initial_state
 from lightning_sdp.callbacks import BackwardMasking, BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MaskingMode
-from lightning_sdp.elementwise import require_elementwise
+from lightning_sdp.elementwise import AVERAGED, require_elementwise
 from lightning_sdp.gradient_mask import GradientMask
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
@@ -36,6 +36,7 @@ from lightning_sdp.report import summary
 from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters, require_running, runs_without_data
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
+from lightning_sdp.sync.averaging import PeriodicAveraging
 from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
@@ -72,6 +73,10 @@ class SDPStrategy(DDPStrategy):
         balance: What the assignment evens out between workers: ``"params"`` or ``"count"``.
         plan: A `MaskPlan` or the path of its JSON; takes the place of all arguments above but ``masking``.
         seed: Varies the assignment. The global random state is neither read nor changed.
+        model_averaging_period: With k > 1, every process takes k steps on its own gradients, and then parameters are
+            averaged over their holders, in place of gradients in every step. Forward masking only. Gradients are then
+            clipped by their local norm; evaluation and checkpoints see the holders' mean.
+        average_optimizer_state: Whether optimizer state is averaged along with parameters, where k > 1.
         bucket_cap_mb: Gradients are averaged in buckets of about this size, in MiB.
         find_unused_parameters: Accepted so that a DDP configuration carries over. Unused parameters are always handled.
         eval_model: What validation, test and prediction run: the ``"full"`` model, or each worker's ``"subnetwork"``.
@@ -110,6 +115,8 @@ class SDPStrategy(DDPStrategy):
         balance: str = "params",
         plan: str | MaskPlan | None = None,
         seed: int = 0,
+        model_averaging_period: int = 1,
+        average_optimizer_state: bool = False,
         bucket_cap_mb: float = 25,
         find_unused_parameters: bool | None = None,
         eval_model: str = "full",
@@ -140,7 +147,16 @@ class SDPStrategy(DDPStrategy):
         one_of("eval_model", eval_model, ("full", "subnetwork"))
         if masking == "backward" and eval_model == "subnetwork":
             raise ValueError(
-                "eval_model='subnetwork' needs masking='forward': under backward masking every worker runs the full model."
+                "eval_model='subnetwork' needs masking='forward': with 'backward' every worker runs the full model."
+            )
+        if type(model_averaging_period) is not int or model_averaging_period < 1:
+            raise ValueError(
+                f"model_averaging_period={model_averaging_period!r} must be a number of steps, at least 1."
+            )
+        if model_averaging_period > 1 and masking == "backward":
+            raise ValueError(
+                "model_averaging_period > 1 needs masking='forward': under backward masking all weights agree after "
+                "every step."
             )
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
@@ -158,6 +174,8 @@ class SDPStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self.model_averaging_period = model_averaging_period
+        self.average_optimizer_state = average_optimizer_state
         self.bucket_cap_mb = bucket_cap_mb
         self.eval_model = eval_model
         self.recalibrate_batchnorm = recalibrate_batchnorm
@@ -177,6 +195,8 @@ class SDPStrategy(DDPStrategy):
         self._mask: GradientMask | None = None
         self._refresh: Refresh | None = None
         self._reducer: GradientReducer | None = None
+        self._averaging: PeriodicAveraging | None = None
+        self._accumulates = False
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
 
@@ -222,13 +242,26 @@ class SDPStrategy(DDPStrategy):
         self._buffers = BufferSync(module, groups, everywhere or backward)
         part = self._mask_gradients(module, groups) if backward else self._carve(module, groups)
         if fitting:
-            self._reducer = GradientReducer(part.trained, order, groups, self.bucket_cap_mb)
+            if self.model_averaging_period == 1:
+                self._reducer = GradientReducer(part.trained, order, groups, self.bucket_cap_mb)
+            else:
+                self._averaging = PeriodicAveraging(
+                    part.trained,
+                    order,
+                    groups,
+                    self.model_averaging_period,
+                    self.average_optimizer_state,
+                    self.bucket_cap_mb,
+                )
             with part.whole_structure():
                 self.setup_optimizers(trainer)
-                cut = {id(p): name for name, p in module.named_parameters() if name in self.plan.layouts}
+                names_of = {id(p): name for name, p in module.named_parameters()}
+                cut = {key: name for key, name in names_of.items() if name in self.plan.layouts}
                 agree(lambda: require_elementwise(self.optimizers, cut), lambda _: ())
+                if self._averaging is not None and self.average_optimizer_state:
+                    agree(lambda: require_elementwise(self.optimizers, names_of, AVERAGED), lambda _: ())
                 self._layout = OptimizerLayout(module, self.optimizers, part.missing, self.plan, groups, part.leaves)
-            if not everywhere:
+            if not everywhere and self._averaging is None:
                 clip_over_the_world(self.precision_plugin, part.trained, groups)
             self._add_recalibration(trainer, module)
         self.setup_precision_plugin()
@@ -294,7 +327,9 @@ class SDPStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's training step on this worker's subnetwork."""
-        if self._buffers is not None and self._reducer is not None and self._reducer.enabled:
+        reduces = self._reducer is not None and self._reducer.enabled
+        starts_period = self._averaging is not None and self._averaging.is_at_end and not self._accumulates
+        if self._buffers is not None and (reduces or starts_period):
             self._buffers.before_forward()
         self._stale_statistics = True
         if self._mask is not None:
@@ -311,9 +346,11 @@ class SDPStrategy(DDPStrategy):
         if self._reducer is not None:
             self._reducer.finish()
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the step; under backward masking every rank then gets the new values of what it does not hold."""
-        output = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Takes the step, and makes weights equal again where that has its turn after a step."""
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._averaging is not None:
+            self._averaging.after_step(getattr(optimizer, "_optimizer", optimizer))
         if self._mask is not None and self._refresh is not None:
             self._mask.write_back()
             self._refresh.run()
@@ -323,7 +360,11 @@ class SDPStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lets gradients accumulate without averaging."""
         if self._reducer is None:
-            yield
+            self._accumulates = True
+            try:
+                yield
+            finally:
+                self._accumulates = False
             return
         with self._reducer.paused():
             yield
@@ -361,6 +402,8 @@ class SDPStrategy(DDPStrategy):
             return
         if self._reducer is not None:
             self._reducer.enabled = False
+        if self._averaging is not None:
+            self._averaging.install_mean()
         self._full.open()
         self._update_statistics()
 
@@ -369,6 +412,8 @@ class SDPStrategy(DDPStrategy):
         if self._full is None or not self._full.is_open:
             return
         self._full.close()
+        if self._averaging is not None:
+            self._averaging.restore_own()
         if self._reducer is not None:
             self._reducer.enabled = True
 
@@ -414,6 +459,15 @@ class SDPStrategy(DDPStrategy):
         if self._stale_statistics and self._buffers is not None and self._buffers.widths and not self._is_open:
             with self.full_model():
                 pass
+        if self._averaging is not None and not self._averaging.is_at_end and not self._is_open:
+            rank_zero_warn(
+                f"A checkpoint in the middle of a period (model_averaging_period={self.model_averaging_period}) has "
+                "the mean of the holders' weights: a run that resumes from it does not go on exactly."
+            )
+            self._averaging.install_mean()
+            state = {name: _copied(value) for name, value in self._full.state_dict().items()}
+            self._averaging.restore_own()
+            return state
         return self._full.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -499,6 +553,10 @@ class SDPStrategy(DDPStrategy):
         clip_locally(self.precision_plugin)
         self._checkpoint_record = None
         self._reset()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:

@@ -83,7 +83,7 @@ def reference(
         net.configure_optimizers(),
         ranks_per_worker=world // workers,
         accumulate_grad_batches=accumulate,
-        masking=sdp.get("masking", "forward"),
+        **{k: v for k, v in sdp.items() if k in ("masking", "model_averaging_period", "average_optimizer_state")},
         **options,
     )
     dtype = next(net.parameters()).dtype

@@ -142,7 +142,9 @@ def plan_file(path: Path, change: Callable[[dict[str, Any]], Any] = lambda plan:
         ({"coverage": [0.5, 0.4]}, "coverage=[0.5, 0.4] sums to less than 1"),
         ({"granularity": "layer"}, "granularity='layer' is unknown: choose 'block' or 'neuron'"),
         ({"on_unsliceable": "drop"}, "on_unsliceable='drop' is unknown: choose 'keep' or 'pad' or 'error'"),
-        ({"masking": "sideways"}, "masking='sideways' is unknown: choose 'forward'"),
+        ({"masking": "sideways"}, "masking='sideways' is unknown: choose 'forward' or 'backward'"),
+        ({"masking": "backward", "model_averaging_period": 2}, "model_averaging_period > 1 needs masking='forward'"),
+        ({"masking": "backward", "eval_model": "subnetwork"}, "eval_model='subnetwork' needs masking='forward'"),
         ({"balance": "weight"}, "balance='weight' is unknown: choose 'count' or 'params'"),
         ({"eval_model": "half"}, "eval_model='half' is unknown: choose 'full' or 'subnetwork'"),
         ({"components": "encoder.*"}, "components='encoder.*' matches no module of the model"),
@@ -214,6 +216,11 @@ NEURON = {"granularity": "neuron", "coverage": 0.5}
 @pytest.mark.parametrize(
     ("sdp", "model", "message"),
     [
+        (
+            {"granularity": "block", "model_averaging_period": 2, "average_optimizer_state": True},
+            "whole tensors",
+            "Adafactor updates a tensor as a whole",
+        ),
         ({}, "whole tensors", "Adafactor updates a tensor as a whole, but 'blocks.0.fc1.weight' and"),
         ({}, "gqa", "Give the model an `example_input_array`"),
         ({}, "unreadable", "No maskable group of neurons, channels or heads was found in Unreadable."),

@@ -21,6 +21,8 @@ from tests.unit.models import Stack
 START_METHODS = {
     "sdp": "popen",
     "sdp_neuron": "popen",
+    "sdp_backward": "popen",
+    "sdp_neuron_backward": "popen",
     "sdp_spawn": "spawn",
     "sdp_fork": "fork",
     "sdp_notebook": "fork",
@@ -28,7 +30,11 @@ START_METHODS = {
 
 
 def granularity_of(name: str) -> str:
-    return "neuron" if name == "sdp_neuron" else "block"
+    return "neuron" if "neuron" in name else "block"
+
+
+def masking_of(name: str) -> str:
+    return "backward" if "backward" in name else "forward"
 
 
 ARGUMENTS = [
@@ -43,6 +49,8 @@ ARGUMENTS = [
     ("balance", "params"),
     ("plan", None),
     ("seed", 0),
+    ("model_averaging_period", 1),
+    ("average_optimizer_state", False),
     ("bucket_cap_mb", 25),
     ("find_unused_parameters", None),
     ("eval_model", "full"),
@@ -85,7 +93,10 @@ def registered() -> dict[str, tuple[object, object]]:
 
 def test_registered_names() -> None:
     assert registered() == {
-        name: (SDPStrategy, {"granularity": granularity_of(name), "start_method": method})
+        name: (
+            SDPStrategy,
+            {"granularity": granularity_of(name), "masking": masking_of(name), "start_method": method},
+        )
         for name, method in START_METHODS.items()
     }
 
@@ -112,7 +123,7 @@ def test_names_give_the_strategy_with_its_launcher(name: str, start_method: str)
         strategy = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False, barebones=True).strategy
     assert type(strategy) is SDPStrategy and isinstance(strategy, DDPStrategy)
     assert strategy._start_method == start_method
-    assert strategy.settings == MaskSettings(granularity=granularity_of(name))
+    assert strategy.settings == MaskSettings(granularity=granularity_of(name), masking=masking_of(name))
     assert (strategy.eval_model, strategy.recalibrate_batchnorm) == ("full", 16)
     assert strategy.plan is None
 
@@ -140,7 +151,9 @@ def test_readme_lists_the_arguments_with_their_defaults() -> None:
     [
         ("granularity", "layer", "granularity='layer' is unknown: choose 'block' or 'neuron'"),
         ("on_unsliceable", "drop", "on_unsliceable='drop' is unknown: choose 'keep' or 'pad' or 'error'"),
-        ("masking", "backward", "masking='backward' is unknown: choose 'forward'"),
+        ("masking", "sideways", "masking='sideways' is unknown: choose 'forward' or 'backward'"),
+        ("model_averaging_period", 0, "model_averaging_period=0 must be a number of steps, at least 1"),
+        ("model_averaging_period", 1.5, "model_averaging_period=1.5 must be a number of steps, at least 1"),
         ("balance", "flops", "balance='flops' is unknown: choose 'count' or 'params'"),
         ("eval_model", "both", "eval_model='both' is unknown: choose 'full' or 'subnetwork'"),
         ("coverage", 0, r"coverage=0 must lie in \(0, 1\]"),
