@@ -24,7 +24,8 @@ from lightning_sdp import SDPStrategy
 
 MODELS = {"blocks": (16, 64), "resnet": (2, 3, 16, 16)}  # name → shape of a batch
 GRANULARITIES = ("block", "neuron")
-Contender = tuple[str, float] | None  # granularity and coverage; None is DDP
+MASKINGS = ("forward", "backward")
+Contender = tuple[str, float, str] | None  # granularity, coverage and masking; None is DDP
 _TIMEOUT = timedelta(seconds=60)
 # glibc otherwise gives freed gradients back to the system in some processes and not in others, depending on what was
 # allocated when; the page faults that follow are worth up to a tenth of a step. Other C libraries ignore these.
@@ -99,11 +100,11 @@ def make_batches(name: str, steps: int) -> DataLoader:
 
 
 def make_strategy(contender: Contender) -> DDPStrategy:
-    """SDP with a granularity and a coverage, or DDP for ``None``."""
+    """SDP with a granularity, a coverage and a masking, or DDP for ``None``."""
     if contender is None:
         return DDPStrategy(gradient_as_bucket_view=True)
-    granularity, coverage = contender
-    return SDPStrategy(granularity, coverage=coverage, keep_ends=0)
+    granularity, coverage, masking = contender
+    return SDPStrategy(granularity, masking, coverage, keep_ends=0)
 
 
 def make_trainer(strategy: DDPStrategy, steps: int, callback: Callback) -> Trainer:
@@ -124,7 +125,7 @@ def make_trainer(strategy: DDPStrategy, steps: int, callback: Callback) -> Train
 
 def label(contender: Contender) -> str:
     """How a table names a strategy."""
-    return "DDP" if contender is None else f"SDP {contender[0]}s, C = {contender[1]:g}"
+    return "DDP" if contender is None else f"SDP {contender[0]}s {contender[2]}, C = {contender[1]:g}"
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> Any:

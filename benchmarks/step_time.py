@@ -1,7 +1,7 @@
 """Time per training step: SDP at several coverages against DDP.
 
-    python -m benchmarks.step_time [--ranks 2] [--granularity block] [--coverage 1 0.75 0.5] [--rounds 20]
-        [--model blocks|resnet]
+    python -m benchmarks.step_time [--ranks 2] [--granularity block] [--coverage 1 0.75 0.5]
+        [--masking forward] [--rounds 20] [--model blocks|resnet]
 
 Every contender is a real `Trainer.fit` with its own strategy, model and AdamW. A process runs all of them, each in a
 thread of its own, and only one at a time: after a few steps the running one hands its turn to the next. So one round
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from benchmarks.common import (
     GRANULARITIES,
+    MASKINGS,
     MODELS,
     Contender,
     build_model,
@@ -46,7 +47,12 @@ from benchmarks.common import (
 STEPS_PER_TURN = 4
 _WARM_UP_ROUNDS = 1
 # largest ratio to DDP, by contender; for the model that consists of blocks
-_TARGETS = {("block", 1.0): 1.0, ("block", 0.5): 0.6, ("neuron", 1.0): 1.0, ("neuron", 0.5): 0.65}
+_TARGETS = {
+    ("block", 1.0, "forward"): 1.0,
+    ("block", 0.5, "forward"): 0.6,
+    ("neuron", 1.0, "forward"): 1.0,
+    ("neuron", 0.5, "forward"): 0.65,
+}
 
 
 class Turns:
@@ -102,7 +108,7 @@ def measure(model: str, contenders: Sequence[Contender], rounds: int) -> Tensor:
 
     Args:
         model: Name of the model.
-        contenders: Granularities and coverages; ``None`` is DDP.
+        contenders: Granularities, coverages and maskings; ``None`` is DDP.
         rounds: Turns of each contender that count.
 
     Returns:
@@ -168,10 +174,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--granularity", choices=GRANULARITIES, nargs="+", default=["block"])
     parser.add_argument("--coverage", type=float, nargs="+", default=[1.0, 0.75, 0.5])
+    parser.add_argument("--masking", choices=MASKINGS, nargs="+", default=["forward"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", choices=MODELS, default="blocks")
     args = parser.parse_args()
-    contenders = [None, *itertools.product(args.granularity, args.coverage)]
+    contenders = [None, *itertools.product(args.granularity, args.coverage, args.masking)]
     seconds = on_ranks(measure, args.ranks, args.model, contenders, args.rounds)
     Console().print(report(seconds, args.model, contenders))
 

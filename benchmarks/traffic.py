@@ -1,7 +1,7 @@
 """Bytes sent per training step, counted by the kernel, against the plan's own forecast.
 
-    python -m benchmarks.traffic [--ranks 2|3|4] [--granularity block] [--coverage 0.5 1] [--steps 20]
-        [--model blocks|resnet]
+    python -m benchmarks.traffic [--ranks 2|3|4] [--granularity block] [--coverage 0.5 1]
+        [--masking forward] [--steps 20] [--model blocks|resnet]
 
 All ranks run on this machine and talk over the loopback interface, whose transmit counter therefore adds up what every
 rank sends. It is read at barriers before and after a number of steps of a real `Trainer.fit`, once the first steps
@@ -32,6 +32,7 @@ from rich.table import Table
 
 from benchmarks.common import (
     GRANULARITIES,
+    MASKINGS,
     MODELS,
     Contender,
     build_model,
@@ -96,9 +97,9 @@ def measure(model: str, contenders: Sequence[Contender], steps: int) -> list[flo
 def forecast(model: str, contender: Contender, ranks: int) -> int:
     """Bytes per step that the plan expects all ranks together to send."""
     module = build_model(model)
-    granularity, coverage = contender or ("block", 1.0)
+    granularity, coverage, masking = contender or ("block", 1.0, "forward")
     plan = MaskPlan.build(module, num_subnetworks=ranks, granularity=granularity, coverage=coverage, keep_ends=0)
-    return sum(communication_bytes(plan, module))
+    return sum(communication_bytes(plan, module, masking=masking))
 
 
 def enter_namespace() -> bool:
@@ -142,11 +143,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 3, 4), default=2)
     parser.add_argument("--granularity", choices=GRANULARITIES, nargs="+", default=["block"])
     parser.add_argument("--coverage", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--masking", choices=MASKINGS, nargs="+", default=["forward"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", choices=MODELS, default="blocks")
     args = parser.parse_args()
     alone = enter_namespace()
-    contenders = [None, *itertools.product(args.granularity, args.coverage)]
+    contenders = [None, *itertools.product(args.granularity, args.coverage, args.masking)]
     measured = on_ranks(measure, args.ranks, args.model, contenders, args.steps)
     if not alone:
         print("No network namespace is permitted here: other traffic over loopback counts as well.")
