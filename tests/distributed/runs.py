@@ -5,12 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
 from tests.models import SHAPES, batches, loader, make
+
+# The number of ranks: all three in the long run, one of them always.
+WORLDS = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdp import SDPStrategy
-from tests.distributed.runs import reference, trainer
+from tests.distributed.runs import WORLDS, reference, trainer
 from tests.distributed.test_checkpoints import fit_and_save
 from tests.models import Net, batches, loader, make, same_state
 
@@ -55,7 +55,7 @@ def fit(sdp: dict[str, Any], kind: str, steps: int, model: dict[str, Any], **opt
     return {"full": dict(net.state_dict()), "hashes": hashes.hashes, "trained": hashes.trained, "held": held}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("kind", "sdp"),
     [("mlp", BACKWARD), ("mlp", NEURON), ("gqa", NEURON), ("attention", NEURON), ("conv", BACKWARD), ("conv", NEURON)],

@@ -66,7 +66,7 @@ NEURON = {"granularity": "neuron", "keep_ends": 0}
 KINDS = [("mlp", {}), ("conv", {}), ("gqa", NEURON), ("conv", NEURON)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("kind", "sdp"), KINDS)
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     pool, tmp_path: Path, kind: str, sdp: dict[str, Any], world: int
@@ -295,7 +295,9 @@ def held_bytes(kind: str, sdp: dict[str, Any]) -> dict[str, Any]:
     return {"held": held, "planned": 4 * numel}
 
 
-@pytest.mark.parametrize(("world", "coverage"), [(2, 0.5), (3, 0.67), (4, 0.5)])
+@pytest.mark.parametrize(
+    ("world", "coverage"), [(3, 0.67), *[pytest.param(n, 0.5, marks=pytest.mark.slow) for n in (2, 4)]]
+)
 @pytest.mark.parametrize(("kind", "sdp"), [("mlp", {}), ("mlp", NEURON), ("gqa", NEURON)])
 def test_a_worker_holds_what_its_components_sum_to(
     pool, world: int, coverage: float, kind: str, sdp: dict[str, Any]

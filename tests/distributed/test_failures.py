@@ -131,8 +131,17 @@ CARVED = ["training_step", "on_before_optimizer_step", "on_train_start", "config
 OPEN = ["validation_step", "sanity check", "on_fit_end"]
 
 
-@pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])
-@pytest.mark.parametrize("place", [*CARVED, *OPEN, "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    ("place", "sdp"),
+    [
+        *[(place, SDP) for place in [*CARVED, *OPEN, "on_train_epoch_end"]],
+        *[(place, NEURON) for place in ("training_step", "validation_step")],
+        *[
+            pytest.param(place, NEURON, marks=pytest.mark.slow)
+            for place in [*CARVED[1:], *OPEN[1:], "on_train_epoch_end"]
+        ],
+    ],
+)
 def test_exception_leaves_the_module_whole(pool: Pools, place: str, sdp: dict[str, Any], tmp_path: Path) -> None:
     for result in pool(2).run(fail, place, sdp, str(tmp_path)):
         assert result["raised"] == ("Boom", place)

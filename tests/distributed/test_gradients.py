@@ -73,7 +73,7 @@ def fit_switching(pattern: str, sdp: dict[str, Any], steps: int = 10) -> dict[st
         (2, {"coverage": 1.0}),
         (3, {"coverage": 0.67}),
         (4, {"coverage": 0.5}),
-        (2, {**NEURON, "coverage": 0.5}),
+        pytest.param(2, {**NEURON, "coverage": 0.5}, marks=pytest.mark.slow),
         (3, {**NEURON, "coverage": 0.67}),
     ],
 )

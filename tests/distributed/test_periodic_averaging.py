@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sdp import SDPStrategy
-from tests.distributed.runs import fit_rank, reference, trainer
+from tests.distributed.runs import WORLDS, fit_rank, reference, trainer
 from tests.distributed.test_checkpoints import fit_and_save
 from tests.models import batches, loader, make, same_state
 
@@ -18,7 +18,7 @@ BLOCK = {"coverage": 0.6, "keep_ends": 0}
 NEURON = {**BLOCK, "granularity": "neuron"}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("kind", "sdp"),
     [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sdp import SDPStrategy
-from tests.distributed.runs import fit_rank, plan_for, reference, trainer
+from tests.distributed.runs import WORLDS, fit_rank, plan_for, reference, trainer
 from tests.models import batches, loader, make
 
 
@@ -77,19 +77,19 @@ def test_weights_and_recalibrated_statistics_of_a_batchnorm_model_equal_the_refe
     check(pool, world, world, {"coverage": coverage}, "conv", steps=6, model={"optimizer": "momentum"})
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["mlp", "gqa", "attention", "swin"])
 def test_neurons_and_heads_equal_the_reference(pool, kind: str, world: int) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     check(pool, world, world, {**NEURON, "coverage": 0.6}, kind, model={"blocks": 2}, **options)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_channels_of_a_batchnorm_model_equal_the_reference(pool, world: int) -> None:
     check(pool, world, world, {**NEURON, "coverage": 0.5}, "conv", model={"optimizer": "momentum", "blocks": 3})
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 def test_padded_heads_equal_the_reference(pool, world: int) -> None:
     sdp = {**NEURON, "coverage": 0.5, "on_unsliceable": "pad"}
     check(pool, world, world, sdp, "fixed", model={"blocks": 2}, gradient_clip_val=0.05)
