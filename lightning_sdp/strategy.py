@@ -402,7 +402,7 @@ class SDPStrategy(DDPStrategy):
             return
         if self._reducer is not None:
             self._reducer.enabled = False
-        if self._averaging is not None:
+        if self._averaging is not None and not self._averaging.is_at_end:
             self._averaging.install_mean()
         self._full.open()
         self._update_statistics()
@@ -512,8 +512,11 @@ class SDPStrategy(DDPStrategy):
     @property
     def _cut_off(self) -> bool:
         """Whether a checkpoint needs what other ranks hold, but one of them may have failed and not answer."""
+        if not self._interrupted:
+            return False
         sources = (self._full, self._layout)
-        return self._interrupted and any(source is not None and source.needs_others for source in sources)
+        drifted = self._averaging is not None and not self._averaging.is_at_end
+        return drifted or any(source is not None and source.needs_others for source in sources)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless one of them has failed."""

@@ -61,10 +61,9 @@ class PeriodicAveraging:
 
     @torch.no_grad()
     def install_mean(self) -> None:
-        """Puts the holders' means in the parameters' place, unless they are equal anyway; collective."""
-        if not self.is_at_end:
-            self._own = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
-            self._average(self._trained)
+        """Puts the holders' means in the parameters' place; collective."""
+        self._own = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
+        self._average(self._trained)
 
     @torch.no_grad()
     def restore_own(self) -> None:

@@ -162,6 +162,27 @@ def test_exception_leaves_the_module_whole(pool: Pools, place: str, sdp: dict[st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("place", ["training_step", "validation_step", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "sdp",
+    [
+        {**NEURON, "masking": "backward"},
+        {**NEURON, "model_averaging_period": 2},
+        {"coverage": 1.0, "model_averaging_period": 3},  # all hold everything, but their weights differ
+    ],
+)
+def test_exception_in_other_regimes_leaves_the_module_whole(
+    pool: Pools, sdp: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    for result in pool(2).run(fail, place, sdp, str(tmp_path)):
+        assert result["raised"] == ("Boom", place)
+        assert result["whole"] and result["same objects"] and result["finite"]
+        assert result["hooks"] == [] and result["groups"] == 1
+        carved = "masking" not in sdp and place in CARVED
+        assert result["meta"] == (result["missing"] if carved else [])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])
 def test_worker_that_holds_everything_loses_nothing(pool: Pools, sdp: dict[str, Any], tmp_path: Path) -> None:
     results = pool(2).run(fail, "training_step", {**sdp, "coverage": [1.0, 0.5]}, str(tmp_path))
