@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -22,25 +22,19 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
-from lightning_sdp.assemble import FullModel, share_initial_state
 from lightning_sdp.callbacks import BackwardMasking, BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MaskingMode
 from lightning_sdp.elementwise import AVERAGED, require_elementwise
-from lightning_sdp.gradient_mask import GradientMask
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_locally, clip_over_the_world
 from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
+from lightning_sdp.run import Run
 from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters, require_running, runs_without_data
-from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
-from lightning_sdp.sync.averaging import PeriodicAveraging
-from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.groups import HolderGroups
-from lightning_sdp.sync.reducer import GradientReducer
-from lightning_sdp.sync.refresh import Refresh
 
 
 class SDPStrategy(DDPStrategy):
@@ -188,15 +182,7 @@ class SDPStrategy(DDPStrategy):
 
     def _reset(self) -> None:
         """Forgets everything that belongs to one run."""
-        self._groups: HolderGroups | None = None
-        self._subnetwork: Subnetwork | None = None
-        self._buffers: BufferSync | None = None
-        self._full: FullModel | None = None
-        self._mask: GradientMask | None = None
-        self._refresh: Refresh | None = None
-        self._reducer: GradientReducer | None = None
-        self._averaging: PeriodicAveraging | None = None
-        self._accumulates = False
+        self._run: Run | None = None
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
 
@@ -229,68 +215,46 @@ class SDPStrategy(DDPStrategy):
             lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record, record),
             lambda plan: _fingerprint(plan, module),
         )
-        everywhere = all(len(workers) == self.plan.num_subnetworks for workers in self.plan.holder_sets)
-        backward = self.settings.masking == "backward"
-        self._refuse_what_needs_everything(everywhere)
+        self._refuse_what_needs_everything()
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
-        self._groups = groups
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
-        share_initial_state(module, groups)
-
-        order = [name for name, _ in module.named_parameters()]
-        self._buffers = BufferSync(module, groups, everywhere or backward)
-        part = self._mask_gradients(module, groups) if backward else self._carve(module, groups)
+        can_run = self.plan.layouts and self.settings.masking == "forward" and runs_without_data(module)
+        self._run = run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
+        if can_run:
+            agree(lambda: require_running(module), lambda _: ())
         if fitting:
             if self.model_averaging_period == 1:
-                self._reducer = GradientReducer(part.trained, order, groups, self.bucket_cap_mb)
+                run.average_gradients(self.bucket_cap_mb)
             else:
-                self._averaging = PeriodicAveraging(
-                    part.trained,
-                    order,
-                    groups,
-                    self.model_averaging_period,
-                    self.average_optimizer_state,
-                    self.bucket_cap_mb,
-                )
-            with part.whole_structure():
-                self.setup_optimizers(trainer)
-                names_of = {id(p): name for name, p in module.named_parameters()}
-                cut = {key: name for key, name in names_of.items() if name in self.plan.layouts}
-                agree(lambda: require_elementwise(self.optimizers, cut), lambda _: ())
-                if self._averaging is not None and self.average_optimizer_state:
-                    agree(lambda: require_elementwise(self.optimizers, names_of, AVERAGED), lambda _: ())
-                self._layout = OptimizerLayout(module, self.optimizers, part.missing, self.plan, groups, part.leaves)
-            if not everywhere and self._averaging is None:
-                clip_over_the_world(self.precision_plugin, part.trained, groups)
-            self._add_recalibration(trainer, module)
+                run.average_parameters(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb)
+            self._build_optimizers(trainer, run)
+            self._add_recalibration(trainer, run)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         rank_zero_info(summary(self.plan, len(groups)))
 
-    def _carve(self, module: LightningModule, groups: HolderGroups) -> Subnetwork:
-        """Carves the model down to what this worker holds, and moves it to the device."""
-        assert self.plan is not None and self._buffers is not None
-        self._subnetwork = Subnetwork(module, self.plan, self.global_rank // groups.ranks_per_worker)
-        self._full = FullModel(self._subnetwork, self.plan, groups, self._buffers)
-        can_run = self.plan.granularity == "neuron" and runs_without_data(module)
-        self._subnetwork.carve(self.root_device)
-        if can_run:
-            agree(lambda: require_running(module), lambda _: ())
-        self.model_to_device()
-        return self._subnetwork
+    def _build_optimizers(self, trainer: Trainer, run: Run) -> None:
+        """Lets the user build the optimizers for the full model, and leaves in them what this worker trains."""
+        module = self.lightning_module
+        assert self.plan is not None and module is not None
+        with run.part.whole_structure():
+            self.setup_optimizers(trainer)
+            names_of = {id(parameter): name for name, parameter in module.named_parameters()}
+            cut = {key: name for key, name in names_of.items() if name in self.plan.layouts}
+            agree(lambda: require_elementwise(self.optimizers, cut), lambda _: ())
+            if run.averaging is not None and self.average_optimizer_state:
+                agree(lambda: require_elementwise(self.optimizers, names_of, AVERAGED), lambda _: ())
+            self._layout = OptimizerLayout(
+                module, self.optimizers, run.part.missing, self.plan, run.groups, run.part.leaves
+            )
+        if not run.everywhere and run.averaging is None:
+            clip_over_the_world(self.precision_plugin, run.part.trained, run.groups)
 
-    def _mask_gradients(self, module: LightningModule, groups: HolderGroups) -> GradientMask:
-        """Moves the whole model to the device, and masks the gradients of what this worker does not hold."""
+    def _refuse_what_needs_everything(self) -> None:
         assert self.plan is not None
-        self.model_to_device()
-        self._mask = GradientMask(module, self.plan, self.global_rank // groups.ranks_per_worker)
-        self._refresh = Refresh(dict(module.named_parameters()), self.plan, groups)
-        return self._mask
-
-    def _refuse_what_needs_everything(self, everywhere: bool) -> None:
-        if everywhere:
+        if all(len(workers) == self.plan.num_subnetworks for workers in self.plan.holder_sets):
             return
         if self._layer_sync:
             raise ValueError(
@@ -303,9 +267,8 @@ class SDPStrategy(DDPStrategy):
                 "steps. Use precision='bf16-mixed', or coverage=1."
             )
 
-    def _add_recalibration(self, trainer: Trainer, module: LightningModule) -> None:
-        assert self._buffers is not None
-        if not self._buffers.widths:
+    def _add_recalibration(self, trainer: Trainer, run: Run) -> None:
+        if not run.buffers.widths:
             return
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         own = next((c for c in callbacks if isinstance(c, BatchNormRecalibration)), None)
@@ -327,53 +290,39 @@ class SDPStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's training step on this worker's subnetwork."""
-        reduces = self._reducer is not None and self._reducer.enabled
-        starts_period = self._averaging is not None and self._averaging.is_at_end and not self._accumulates
-        if self._buffers is not None and (reduces or starts_period):
-            self._buffers.before_forward()
+        if self._run is not None:
+            self._run.before_forward()
         self._stale_statistics = True
-        if self._mask is not None:
-            self._mask.follow()
         return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the averaging of gradients, which runs within the backward pass."""
-        if self._reducer is not None:
-            self._reducer.prepare(closure_loss)
+        if self._run is not None:
+            self._run.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Averages even if this rank's backward pass reached none of its parameters."""
-        if self._reducer is not None:
-            self._reducer.finish()
+        if self._run is not None:
+            self._run.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Takes the step, and makes weights equal again where that has its turn after a step."""
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._averaging is not None:
-            self._averaging.after_step(getattr(optimizer, "_optimizer", optimizer))
-        if self._mask is not None and self._refresh is not None:
-            self._mask.write_back()
-            self._refresh.run()
+        if self._run is not None:
+            self._run.after_step(getattr(optimizer, "_optimizer", optimizer))
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lets gradients accumulate without averaging."""
-        if self._reducer is None:
-            self._accumulates = True
-            try:
-                yield
-            finally:
-                self._accumulates = False
-            return
-        with self._reducer.paused():
+        with nullcontext() if self._run is None else self._run.accumulating():
             yield
 
     # the full model
 
     @property
     def _is_open(self) -> bool:
-        return self._full is not None and self._full.is_open
+        return self._run is not None and self._run.is_open
 
     @property
     def _interrupted(self) -> bool:
@@ -398,24 +347,16 @@ class SDPStrategy(DDPStrategy):
 
     def open_full_model(self) -> None:
         """Puts the full model in place on every rank; collective, and without effect where it is in place."""
-        if self._full is None or self._full.is_open or self._interrupted:
+        run = self._run
+        if run is None or not run.is_carved or run.is_open or self._interrupted:
             return
-        if self._reducer is not None:
-            self._reducer.enabled = False
-        if self._averaging is not None and not self._averaging.is_at_end:
-            self._averaging.install_mean()
-        self._full.open()
-        self._update_statistics()
+        run.open()
+        self._update_statistics(run)
 
     def close_full_model(self) -> None:
         """Goes back to this worker's subnetwork; local, and without effect where the full model is not open."""
-        if self._full is None or not self._full.is_open:
-            return
-        self._full.close()
-        if self._averaging is not None:
-            self._averaging.restore_own()
-        if self._reducer is not None:
-            self._reducer.enabled = True
+        if self._run is not None and self._run.is_open:
+            self._run.close()
 
     def open_for_evaluation(self) -> None:
         """Opens the full model, unless the subnetworks are to be evaluated."""
@@ -427,11 +368,11 @@ class SDPStrategy(DDPStrategy):
         if not self.lightning_module.trainer.sanity_checking:  # type: ignore[union-attr]
             self.close_full_model()
 
-    def _update_statistics(self) -> None:
+    def _update_statistics(self, run: Run) -> None:
         """Re-estimates BatchNorm's statistics for the open full model if training went on; collective."""
-        assert self._buffers is not None and self.lightning_module is not None
-        if self._stale_statistics and self._buffers.widths:
-            update_statistics(self._buffers, self._recalibration, self.lightning_module)
+        assert self.lightning_module is not None
+        if self._stale_statistics and run.buffers.widths:
+            update_statistics(run.buffers, self._recalibration, self.lightning_module)
             self._stale_statistics = False
 
     # checkpoints
@@ -452,23 +393,18 @@ class SDPStrategy(DDPStrategy):
                 f"The model is incomplete: training was interrupted, and {self._lost[0]!r} and {len(self._lost) - 1} "
                 "more tensors were held by other processes, as a whole or in part. Load the last checkpoint instead."
             )
-        if self._full is None:
+        run = self._run
+        if run is None or not run.is_carved or self._cut_off:
             return self.lightning_module.state_dict()
-        if self._cut_off:
-            return self.lightning_module.state_dict()
-        if self._stale_statistics and self._buffers is not None and self._buffers.widths and not self._is_open:
+        if self._stale_statistics and run.buffers.widths and not run.is_open:
             with self.full_model():
                 pass
-        if self._averaging is not None and not self._averaging.is_at_end and not self._is_open:
+        if run.has_drifted:
             rank_zero_warn(
                 f"A checkpoint in the middle of a period (model_averaging_period={self.model_averaging_period}) has "
                 "the mean of the holders' weights: a run that resumes from it does not go on exactly."
             )
-            self._averaging.install_mean()
-            state = {name: _copied(value) for name, value in self._full.state_dict().items()}
-            self._averaging.restore_own()
-            return state
-        return self._full.state_dict()
+        return run.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that the optimizer would have in a plain run; collective, and complete on rank 0."""
@@ -512,11 +448,8 @@ class SDPStrategy(DDPStrategy):
     @property
     def _cut_off(self) -> bool:
         """Whether a checkpoint needs what other ranks hold, but one of them may have failed and not answer."""
-        if not self._interrupted:
-            return False
-        sources = (self._full, self._layout)
-        drifted = self._averaging is not None and not self._averaging.is_at_end
-        return drifted or any(source is not None and source.needs_others for source in sources)
+        sources = (self._run, self._layout)
+        return self._interrupted and any(source is not None and source.needs_others for source in sources)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless one of them has failed."""
@@ -536,30 +469,21 @@ class SDPStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Leaves the module whole on every rank, after a failure with its structure whole; frees what was ours."""
-        if self._full is not None and not self._interrupted:
-            self.open_full_model()
-        if self._mask is not None:
-            self._mask.remove()
+        run = self._run
+        self.open_full_model()
+        if run is not None:
+            run.unmask()
         module = self._lightning_module
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # it would be moved to the host, but there is no data to move
         super().teardown()
         self._lightning_module = module
-        if self._subnetwork is not None and not self._is_open:
-            self._lost = (*self._subnetwork.missing, *self._subnetwork.cut)
-            if self._lost:
-                self._subnetwork.abandon()
-        if self._reducer is not None:
-            self._reducer.remove()
-        if self._groups is not None:
-            self._groups.destroy()
+        if run is not None:
+            self._lost = run.lost()
+            run.end()
         clip_locally(self.precision_plugin)
         self._checkpoint_record = None
         self._reset()
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:

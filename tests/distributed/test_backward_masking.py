@@ -89,7 +89,7 @@ def direct_gradients(sdp: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
     class Look(Callback):
         def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-            trained = strategy._mask.trained  # type: ignore[union-attr]
+            trained = strategy._run.mask.trained  # type: ignore[union-attr]
             seen.update({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
 
     trainer(3, strategy, max_epochs=1, callbacks=[Look()]).fit(net, loader([batch]))

@@ -281,7 +281,7 @@ def held_bytes(kind: str, sdp: dict[str, Any]) -> dict[str, Any]:
             parameters = list(pl_module.parameters())
             in_optimizer = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
             assert {id(p) for p in in_optimizer} == {id(p) for p in parameters}
-            held["parameters"] = storages([t.data for t in [*parameters, *strategy._subnetwork.missing.values()]])
+            held["parameters"] = storages([t.data for t in [*parameters, *strategy._run.subnetwork.missing.values()]])
             held["gradients"] = storages([p.grad for p in parameters])
             states = trainer.optimizers[0].state.values()
             held["optimizer"] = storages([v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim()])

@@ -180,7 +180,10 @@ def test_exception_in_other_regimes_leaves_the_module_whole(
         assert result["hooks"] == [] and result["groups"] == 1
         carved = "masking" not in sdp and place in CARVED
         assert result["meta"] == (result["missing"] if carved else [])
-    assert list(tmp_path.iterdir()) == []
+    left = {path.name for path in tmp_path.iterdir()}
+    # Where rank 0 has everything it may save it; but not in a failure within a period, when holders differ.
+    allowed = {"saved.ckpt"} if place == "training_step" else {"saved.ckpt", "in-exception.ckpt"}
+    assert left <= (allowed if sdp["coverage"] == 1.0 else set())
 
 
 @pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])

@@ -291,9 +291,9 @@ def open_in_training(kind: str, sdp: dict[str, Any]) -> list[Any]:
             with strategy.full_model() as full, strategy.full_model():
                 seen.append(copied(full))
             assert before == {n: (id(p), id(p.grad)) for n, p in pl_module.named_parameters()}
-            for p in strategy._subnetwork.missing.values():  # type: ignore[union-attr]
+            for p in strategy._run.subnetwork.missing.values():  # type: ignore[union-attr]
                 assert p.untyped_storage().nbytes() == p.element_size() and bool(p.isnan().all())
-            for p in strategy._subnetwork.cut.values():  # type: ignore[union-attr]
+            for p in strategy._run.subnetwork.cut.values():  # type: ignore[union-attr]
                 assert p.untyped_storage().nbytes() == p.nbytes
 
     trainer(world, strategy, max_epochs=1, callbacks=[Sampler()]).fit(net, loader(batches(kind, rank, 3)))

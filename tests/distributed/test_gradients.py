@@ -61,7 +61,7 @@ def fit_switching(pattern: str, sdp: dict[str, Any], steps: int = 10) -> dict[st
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     net, held, last = switching(), Held(), []
     strategy = SDPStrategy(**sdp, bucket_cap_mb=0.001)
-    net.on_train_batch_end = lambda *_: last.append([s.name for s in strategy._reducer._buckets[-1].slots])  # type: ignore
+    net.on_train_batch_end = lambda *_: last.append([s.name for s in strategy._run.reducer._buckets[-1].slots])  # type: ignore
     trainer(world, strategy, max_epochs=1, callbacks=[held]).fit(net, loader(switched_batches(rank, steps, pattern)))
     return {"full": dict(net.state_dict()), "grads": held.grads, "last": last}
 
@@ -188,7 +188,7 @@ def fit_frozen() -> dict[str, Any]:
     net, strategy = frozen(), SDPStrategy(coverage=0.67, keep_ends=0)
     sizes: list[int] = []
     run = trainer(world, strategy, max_epochs=1)
-    net.on_train_batch_end = lambda *_: sizes.append(strategy._reducer.bucket_bytes)  # type: ignore[method-assign]
+    net.on_train_batch_end = lambda *_: sizes.append(strategy._run.reducer.bucket_bytes)  # type: ignore[method-assign]
     run.fit(net, loader(batches("mlp", rank, 8)))
     del net.on_train_batch_end
     return {"full": dict(net.state_dict()), "sizes": sizes}
@@ -293,9 +293,9 @@ def storage() -> dict[str, Any]:
 
     class Look(Held):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            flats = {b.flat.untyped_storage().data_ptr() for b in strategy._reducer._buckets}  # type: ignore[union-attr]
+            flats = {b.flat.untyped_storage().data_ptr() for b in strategy._run.reducer._buckets}  # type: ignore[union-attr]
             for name, p in pl_module.named_parameters():
-                if p.grad is not None and len(strategy._groups.holders(name)) > 1:  # type: ignore[union-attr]
+                if p.grad is not None and len(strategy._run.groups.holders(name)) > 1:  # type: ignore[union-attr]
                     seen[name] = p.grad.untyped_storage().data_ptr() in flats
 
     trainer(world, strategy, max_epochs=1, callbacks=[Look()]).fit(
@@ -381,7 +381,7 @@ def count_messages(accumulate: int) -> tuple[int, int]:
     run = trainer(world, strategy, max_epochs=1, accumulate_grad_batches=accumulate)
     buckets: list[int] = []
     net = Net("mlp").double()
-    net.on_train_batch_end = lambda *_: buckets.append(len(strategy._reducer._buckets))  # type: ignore
+    net.on_train_batch_end = lambda *_: buckets.append(len(strategy._run.reducer._buckets))  # type: ignore
     torch.distributed.all_reduce = counted
     try:
         run.fit(net, loader(batches("mlp", rank, 6)))

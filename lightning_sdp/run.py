@@ -1,0 +1,200 @@
+"""Run: the parts that work together while one model is trained, from setup to teardown. Knows no Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdp.assemble import FullModel, share_initial_state
+from lightning_sdp.gradient_mask import GradientMask
+from lightning_sdp.plan import MaskPlan
+from lightning_sdp.subnetwork import Subnetwork
+from lightning_sdp.sync.averaging import PeriodicAveraging
+from lightning_sdp.sync.buffers import BufferSync
+from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.reducer import GradientReducer
+from lightning_sdp.sync.refresh import Refresh
+
+
+class Run:
+    """One worker's part in the training of a model; collective to construct.
+
+    Args:
+        module: The full model; it becomes this worker's part of it, on the device.
+        plan: Who holds what.
+        masking: ``"forward"`` or ``"backward"``.
+        groups: Holder sets and their process groups.
+        to_device: Moves the module to the device.
+
+    Attributes:
+        everywhere: Whether every rank holds everything.
+        part: This worker's part: of the model under forward masking, of its gradients under backward masking.
+        subnetwork: The part, under forward masking.
+        mask: The part, under backward masking.
+        buffers: The module's buffers.
+        reducer: Averages gradients in every step; ``None`` with periodic averaging, or without training.
+        averaging: Averages parameters every few steps.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: MaskPlan,
+        masking: str,
+        groups: HolderGroups,
+        to_device: Callable[[], None],
+    ) -> None:
+        share_initial_state(module, groups)
+        self.groups = groups
+        self.everywhere = all(len(workers) == plan.num_subnetworks for workers in plan.holder_sets)
+        self._order = [name for name, _ in module.named_parameters()]
+        self.buffers = BufferSync(module, groups, self.everywhere or masking == "backward")
+        self.subnetwork: Subnetwork | None = None
+        self.mask: GradientMask | None = None
+        self.reducer: GradientReducer | None = None
+        self.averaging: PeriodicAveraging | None = None
+        self._full: FullModel | None = None
+        self._refresh: Refresh | None = None
+        self._accumulates = False
+        worker = groups.rank // groups.ranks_per_worker
+        self.part: Subnetwork | GradientMask
+        if masking == "backward":
+            to_device()
+            self.part = self.mask = GradientMask(module, plan, worker)
+            self._refresh = Refresh(dict(module.named_parameters()), plan, groups)
+        else:
+            self.part = self.subnetwork = Subnetwork(module, plan, worker)
+            self._full = FullModel(self.subnetwork, plan, groups, self.buffers)
+            self.subnetwork.carve(groups.device)
+            to_device()
+
+    def average_gradients(self, bucket_cap_mb: float) -> None:
+        """Averages gradients over their holders in every step."""
+        self.reducer = GradientReducer(self.part.trained, self._order, self.groups, bucket_cap_mb)
+
+    def average_parameters(self, period: int, average_state: bool, bucket_cap_mb: float) -> None:
+        """Averages parameters over their holders every few steps."""
+        self.averaging = PeriodicAveraging(
+            self.part.trained, self._order, self.groups, period, average_state, bucket_cap_mb
+        )
+
+    # one step
+
+    def before_forward(self) -> None:
+        """Has to be called before every forward of training, on every rank."""
+        reduces = self.reducer is not None and self.reducer.enabled
+        starts_period = self.averaging is not None and self.averaging.is_at_end and not self._accumulates
+        if reduces or starts_period:
+            self.buffers.before_forward()
+        if self.mask is not None:
+            self.mask.follow()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Has to be called before every backward pass, on every rank."""
+        if self.reducer is not None:
+            self.reducer.prepare(loss)
+
+    def after_backward(self) -> None:
+        """Averages even if this rank's backward pass reached none of its parameters."""
+        if self.reducer is not None:
+            self.reducer.finish()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Makes weights equal again where an optimizer step calls for it; collective."""
+        if self.averaging is not None:
+            self.averaging.after_step(optimizer)
+        if self.mask is not None and self._refresh is not None:
+            self.mask.write_back()
+            self._refresh.run()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Lets gradients accumulate without averaging."""
+        if self.reducer is not None:
+            with self.reducer.paused():
+                yield
+            return
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    # the full model
+
+    @property
+    def is_carved(self) -> bool:
+        """Whether the module lacks something while the full model is not open."""
+        return self._full is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the full model is in place of a carved one."""
+        return self._full is not None and self._full.is_open
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether holders' weights differ: within a period of local steps."""
+        return self.averaging is not None and not self.averaging.is_at_end
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether rank 0 needs other ranks to save the full model."""
+        return self.has_drifted or (self._full is not None and self._full.needs_others)
+
+    def open(self) -> None:
+        """Puts the full model in place of a carved one; collective."""
+        assert self._full is not None
+        if self.reducer is not None:
+            self.reducer.enabled = False
+        if self.averaging is not None and self.has_drifted:
+            self.averaging.install_mean()
+        self._full.open()
+
+    def close(self) -> None:
+        """Goes back to this worker's subnetwork; local."""
+        assert self._full is not None
+        self._full.close()
+        if self.averaging is not None:
+            self.averaging.restore_own()
+        if self.reducer is not None:
+            self.reducer.enabled = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full model's state dict; collective, and complete on rank 0."""
+        assert self._full is not None
+        if self.averaging is None or not self.has_drifted or self.is_open:
+            return self._full.state_dict()
+        self.averaging.install_mean()
+        state = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in self._full.state_dict().items()
+        }
+        self.averaging.restore_own()
+        return state
+
+    # the end
+
+    def lost(self) -> tuple[str, ...]:
+        """Names of the tensors that other ranks would have to complete; none where the full model is in place."""
+        if self.subnetwork is None or self.is_open:
+            return ()
+        return (*self.subnetwork.missing, *self.subnetwork.cut)
+
+    def unmask(self) -> None:
+        """Gives a module whose gradients are masked its own structure back; local."""
+        if self.mask is not None:
+            self.mask.remove()
+
+    def end(self) -> None:
+        """Frees hooks and process groups; what is incomplete goes to the meta device. Local."""
+        if self.subnetwork is not None and self.lost():
+            self.subnetwork.abandon()
+        if self.reducer is not None:
+            self.reducer.remove()
+        self.groups.destroy()
