@@ -220,7 +220,11 @@ class SDPStrategy(DDPStrategy):
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
         can_run = self.plan.layouts and self.settings.masking == "forward" and runs_without_data(module)
-        self._run = run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
+        try:
+            self._run = run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
+        except Exception:
+            groups.destroy()
+            raise
         if can_run:
             agree(lambda: require_running(module), lambda _: ())
         if fitting:
