@@ -14,9 +14,13 @@ from lightning.fabric.utilities.types import _PATH as PathType
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng as _isolate_rng
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
 
 __all__ = [
     "BatchNorm",
+    "ConvNd",
+    "NormBase",
     "PathType",
     "after_backward",
     "isolate_rng",

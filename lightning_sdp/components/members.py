@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 import torch.nn as nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
+from lightning_sdp._compat import ConvNd, NormBase
 from lightning_sdp.components.base import Group, Member
 
 POINTWISE = (
@@ -30,7 +29,7 @@ def _dims(module: nn.Module) -> tuple[int, int] | None:
     """The dimensions of a layer's weight that hold its outputs and its inputs; ``None`` for another module."""
     if isinstance(module, nn.Linear):
         return 0, 1
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvNd):
         return (1, 0) if module.transposed else (0, 1)
     return (1, 0) if is_conv1d(module) else None
 
@@ -101,9 +100,9 @@ def chain(module: nn.Module, first: str, between: Sequence[str], last: str, name
             continue
         if isinstance(inner, nn.GroupNorm):
             units, widths[child] = math.gcd(units, inner.num_groups), inner.num_channels
-        elif isinstance(inner, _ConvNd) and inner.groups > 1 and not inner.transposed:
+        elif isinstance(inner, ConvNd) and inner.groups > 1 and not inner.transposed:
             units, widths[child] = math.gcd(units, inner.groups), inner.out_channels
-        elif isinstance(inner, _NormBase) or type(inner).__name__ in ("FrozenBatchNorm2d", "SqueezeExcitation"):
+        elif isinstance(inner, NormBase) or type(inner).__name__ in ("FrozenBatchNorm2d", "SqueezeExcitation"):
             widths[child] = widths[first]
         else:
             return []
@@ -115,7 +114,7 @@ def chain(module: nn.Module, first: str, between: Sequence[str], last: str, name
     for child in between:
         if child not in layouts:
             continue
-        if isinstance(module.get_submodule(child), _ConvNd):
+        if isinstance(module.get_submodule(child), ConvNd):
             members += produces(module, child, layouts[child])
         elif hasattr(module.get_submodule(child), "fc1"):
             members += reads(module, f"{child}.fc1", layouts[child]) + produces(module, f"{child}.fc2", layouts[child])
@@ -127,7 +126,7 @@ def chain(module: nn.Module, first: str, between: Sequence[str], last: str, name
 def width_of(module: nn.Module, name: str, side: int) -> int:
     """How many outputs (side 0) or inputs (side 1) a layer has."""
     child, *dims = _layer(module, name)
-    groups = child.groups if isinstance(child, _ConvNd) and dims[side] == 1 else 1
+    groups = child.groups if isinstance(child, ConvNd) and dims[side] == 1 else 1
     return int(child.weight.shape[dims[side]]) * int(groups)  # type: ignore[union-attr,index]
 
 

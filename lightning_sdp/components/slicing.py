@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
+from lightning_sdp._compat import ConvNd, NormBase
 from lightning_sdp.components.base import Group
 from lightning_sdp.components.blocks import aliases
 from lightning_sdp.components.forwards import sliced_class as sliced_class
@@ -77,9 +76,9 @@ def shape_edits(module: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Edi
 def _sizes(module: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
     weight = shapes.get("weight")
     count = next(iter(shapes.values()))[0]
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvNd):
         return _conv_sizes(module, weight) if weight is not None else {}
-    if isinstance(module, _NormBase):
+    if isinstance(module, NormBase):
         return {"num_features": count}
     if isinstance(module, nn.GroupNorm):
         return {"num_channels": count, "num_groups": _share(module, module.num_groups, module.num_channels, count)}
@@ -100,7 +99,7 @@ def _sizes(module: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, int
     return {}
 
 
-def _conv_sizes(conv: _ConvNd, weight: torch.Size) -> dict[str, int]:
+def _conv_sizes(conv: ConvNd, weight: torch.Size) -> dict[str, int]:
     # The first dimension of the weight holds the channels of all groups, the second those of one group.
     outer, inner = ("in_channels", "out_channels") if conv.transposed else ("out_channels", "in_channels")
     groups, full = conv.groups, getattr(conv, outer)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.schedule import Bucket, Entry, schedule
+from lightning_sdp.sync.transfer import unpack_into
 
 
 class PeriodicAveraging:
@@ -55,9 +56,20 @@ class PeriodicAveraging:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._average({self._name_of[id(p)]: p for p in parameters if id(p) in self._name_of})
             if self._average_state:
-                for key in _state_keys(optimizer):
-                    states = {self._name_of.get(id(p), ""): optimizer.state[p].get(key) for p in parameters}
-                    self._average({name: value for name, value in states.items() if name and value is not None})
+                self._average_states(optimizer, parameters)
+
+    def _average_states(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Averages what any rank has state for; one without, because it did not use a parameter, counts with zero."""
+        if self._groups.world_group is None:
+            return
+        parameters = [p for p in parameters if id(p) in self._name_of]
+        own = {(key, self._name_of[id(p)]): s for p in parameters for key, s in _state_of(optimizer, p).items()}
+        known: list[Any] = [None] * len(self._groups.world)
+        dist.all_gather_object(known, list(own), group=self._groups.world_group)
+        for key in sorted({key for entries in known for key, _ in entries}):
+            anywhere = {name for entries in known for k, name in entries if k == key}
+            mine = {self._name_of[id(p)]: p for p in parameters if self._name_of[id(p)] in anywhere}
+            self._average({name: own.get((key, name), torch.zeros_like(p)) for name, p in mine.items()})
 
     @torch.no_grad()
     def install_mean(self) -> None:
@@ -81,12 +93,7 @@ class PeriodicAveraging:
             flat = torch.cat([view.reshape(-1) for view in views]).mul_(1.0 / len(bucket.holders))
             work = dist.all_reduce(flat, group=self._groups.group(bucket.holders), async_op=True)
             sent.append((work, flat, views))
-        for work, flat, views in sent:
-            work.wait()
-            start = 0
-            for view in views:
-                view.copy_(flat[start : start + view.numel()].view(view.shape))
-                start += view.numel()
+        unpack_into(sent)
 
     def _entries(self, name: str, tensor: Tensor) -> Iterable[Entry]:
         layout, index = self._groups.layouts.get(name), self._index[name]
@@ -108,13 +115,11 @@ class PeriodicAveraging:
         return layout.views(part, tensor.detach(), self._groups.rank)
 
 
-def _state_keys(optimizer: Optimizer) -> list[str]:
-    """Keys of the state that has a floating-point value for each element of a parameter."""
-    return sorted(
-        {
-            key
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape != ()
-        }
-    )
+def _state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter that has a floating-point value for each of its elements."""
+    state = optimizer.state.get(parameter, {})
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape != ()
+    }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.transfer import unpack_into
 
 _Key = tuple[tuple[int, ...], int, torch.dtype]  # holders, source, dtype
 
@@ -52,9 +53,4 @@ class Refresh:
                 flat = torch.empty(sum(view.numel() for view in views), dtype=dtype, device=views[0].device)
             work = dist.broadcast(flat, source, group=group, async_op=True)
             sent.append((work, flat, [] if rank in holders else views))
-        for work, flat, views in sent:
-            work.wait()
-            start = 0
-            for view in views:
-                view.copy_(flat[start : start + view.numel()].view(view.shape))
-                start += view.numel()
+        unpack_into(sent)

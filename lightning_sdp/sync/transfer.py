@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,3 +73,17 @@ def receive(
         dist.recv(flat, source, group=group)
         received |= _unpack(flat.cpu(), like, names)
     return received
+
+
+def unpack_into(sent: Iterable[tuple[Any, Tensor, Sequence[Tensor]]]) -> None:
+    """Waits for collectives on flat tensors, and copies each into the views that it stands for, in order.
+
+    Args:
+        sent: The work handle, the flat tensor, and the views that take its values; no views where it is not needed.
+    """
+    for work, flat, views in sent:
+        work.wait()
+        start = 0
+        for view in views:
+            view.copy_(flat[start : start + view.numel()].view(view.shape))
+            start += view.numel()

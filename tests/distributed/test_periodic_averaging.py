@@ -9,9 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sdp import SDPStrategy
-from tests.distributed.runs import WORLDS, fit_rank, reference, trainer
+from lightning_sdp import SDPReference, SDPStrategy
+from tests.distributed.runs import WORLDS, fit_rank, plan_for, reference, trainer
 from tests.distributed.test_checkpoints import fit_and_save
+from tests.distributed.test_gradients import switched_batches, switching
 from tests.models import batches, loader, make, same_state
 
 BLOCK = {"coverage": 0.6, "keep_ends": 0}
@@ -92,3 +93,25 @@ def test_a_checkpoint_in_the_middle_of_a_period_has_the_mean(pool, tmp_path: Pat
     saved = torch.load(tmp_path / "mlp-4.ckpt", weights_only=True)["state_dict"]
     expected = pool(2).run(fit_and_save, str(tmp_path), "mlp", 4, None, None, **sdp)[0]["full"]
     assert same_state(saved, expected)
+
+
+def fit_switching(sdp: dict[str, Any], pattern: str) -> dict[str, Any]:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    net = switching()
+    trainer(world, SDPStrategy(**sdp), max_epochs=1).fit(net, loader(switched_batches(rank, 8, pattern)))
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("pattern", ["only rank 0", "by rank and step"])
+def test_state_that_only_some_ranks_have_is_averaged_without_waiting_for_the_others(pool, pattern: str) -> None:
+    sdp = {"coverage": 1.0, "model_averaging_period": 2, "average_optimizer_state": True}
+    results = pool(3).run(fit_switching, sdp, pattern)
+    net = switching()
+    options = {"model_averaging_period": 2, "average_optimizer_state": True}
+    ref = SDPReference(net, plan_for(net, 3, sdp), net.configure_optimizers(), **options)
+    data = [switched_batches(rank, 8, pattern) for rank in range(3)]
+    for step in range(8):
+        ref.step([[own[step]] for own in data])
+    for result in results:
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10, msg=name)
