@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.models import SwinTransformer
+from torchvision.models import ResNet, SwinTransformer
+from torchvision.models.resnet import BasicBlock
 
 WIDTH, CLASSES = 12, 3
 SHAPES = {"mlp": (5,), "attention": (3, 5), "gqa": (3, 5), "conv": (2, 6, 6), "swin": (3, 8, 8)}
-SHAPES |= {"fixed": (3, 5), "opaque": (5,)}
+SHAPES |= {"fixed": (3, 5), "opaque": (5,), "basic": (3, 16, 16), "swin_t": (3, 32, 32)}
 
 
 class MLPBlock(nn.Module):
@@ -135,6 +136,12 @@ class Net(LightningModule):
             widths = [4, 4, 6, 6, 8, 8][: blocks + 1]
             self.blocks = nn.ModuleList(ConvBlock(a, b) for a, b in pairwise(widths))
             self.head = nn.Linear(widths[-1], CLASSES)
+        elif kind == "basic":
+            self.net = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+        elif kind == "swin_t":  # torchvision's Swin-T without its random depth
+            self.net = SwinTransformer(
+                [4, 4], 96, [2, 2, 6, 2], [3, 6, 12, 24], [7, 7], stochastic_depth_prob=0.0, num_classes=CLASSES
+            )
         elif kind == "swin":
             self.swin = SwinTransformer(
                 [2, 2], 8, [2, 2], [2, 4], [2, 2], stochastic_depth_prob=0.0, num_classes=CLASSES
@@ -149,6 +156,8 @@ class Net(LightningModule):
         self.example_input_array = None if kind == "opaque" else torch.zeros(2, *SHAPES[kind])
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("basic", "swin_t"):
+            return self.net(x)
         if self.kind == "swin":
             return self.swin(x)
         x = self.stem(x)
