@@ -16,7 +16,7 @@ from torchvision.models.resnet import BasicBlock
 
 WIDTH, CLASSES = 12, 3
 SHAPES = {"mlp": (5,), "attention": (3, 5), "gqa": (3, 5), "conv": (2, 6, 6), "swin": (3, 8, 8)}
-SHAPES |= {"fixed": (3, 5), "opaque": (5,), "basic": (3, 16, 16), "swin_t": (3, 32, 32)}
+SHAPES |= {"fixed": (3, 5), "opaque": (5,), "basic": (3, 64, 64), "swin_t": (3, 32, 32)}
 
 
 class MLPBlock(nn.Module):

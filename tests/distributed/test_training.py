@@ -90,14 +90,15 @@ def test_channels_of_a_batchnorm_model_equal_the_reference(pool, world: int) -> 
 
 
 @pytest.mark.slow
-def test_swin_t_equals_the_reference(pool) -> None:
-    check(pool, 2, 2, {**NEURON, "coverage": 0.5}, "swin_t")
+@pytest.mark.parametrize("world", WORLDS)
+def test_swin_t_equals_the_reference(pool, world: int) -> None:
+    check(pool, world, world, {**NEURON, "coverage": 0.5}, "swin_t")
 
 
 @pytest.mark.slow
-def test_torchvision_basic_blocks_equal_the_reference(pool) -> None:
-    # BatchNorm over four values amplifies rounding: after ten steps even full coverage is 1e-7 off its reference.
-    check(pool, 2, 2, {**NEURON, "coverage": 0.5}, "basic", steps=2, model={"optimizer": "momentum"})
+@pytest.mark.parametrize("world", WORLDS)
+def test_torchvision_basic_blocks_equal_the_reference(pool, world: int) -> None:
+    check(pool, world, world, {**NEURON, "coverage": 0.5}, "basic")
 
 
 @pytest.mark.parametrize("world", WORLDS)
