@@ -15,7 +15,7 @@ from lightning_sdp.assignment import assign, assign_chunks, check_coverage
 from lightning_sdp.components import Component, Discovery, Group, ParamSlice, Skip, discover, named_block
 from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.discovery import KeepEnds
-from lightning_sdp.components.neurons import discover_groups
+from lightning_sdp.fitting import fit_blocks, fit_groups
 from lightning_sdp.layout import Run, TensorLayout, make_layout
 from lightning_sdp.plan_json import plan_from_json, plan_to_json
 
@@ -134,7 +134,7 @@ class MaskPlan:
 
     def held_units(self, group: Group, worker: int) -> list[int]:
         """The units of a group that a worker holds, ascending."""
-        chunks = [workers for name, workers in self._holders.items() if name.rpartition("[")[0] == group.name]
+        chunks = [self._holders[c.name] for c in self.components if c.group == group.name]
         ranges = group.ranges(len(chunks))
         return [unit for units, workers in zip(ranges, chunks, strict=True) if worker in workers for unit in units]
 
@@ -207,6 +207,11 @@ class MaskPlan:
         return tuple(load / total for load in self._loads)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every worker holds everything."""
+        return all(len(workers) == self.num_subnetworks for workers in self._holders.values())
+
+    @property
     def imbalance(self) -> float:
         """Largest worker's maskable cost over the mean."""
         return max(self._loads) * self.num_subnetworks / sum(self._loads)
@@ -271,20 +276,66 @@ class MaskPlan:
             example_inputs=example_inputs,
             record=record,
         )
+        parts = list(found.maskable)
         if granularity == "neuron":
-            chunks = [group.chunks(num_subnetworks, group.name in found.padded) for group in found.groups]
-            parts = [chunk for own in chunks for chunk in own]
-            sizes = _sizes(module, parts)
-            costs = _costs(sizes, balance)
-            left = iter(costs)
-            holders = assign_chunks([[next(left) for _ in own] for own in chunks], shares, seed)
-            pairs = list(zip(parts, [workers for own in holders for workers in own], strict=True))
-        else:
-            sizes = _sizes(module, found.maskable)
-            costs = _costs(sizes, balance)
-            pairs = list(zip(found.maskable, assign(costs, shares, seed), strict=True))
+            parts = [c for group in found.groups for c in group.chunks(num_subnetworks, group.name in found.padded)]
+        sizes = _sizes(module, parts)
+        costs = _costs(sizes, balance)
+        pairs = list(zip(parts, _assign(granularity, parts, costs, shares, seed), strict=True))
         report = _report(module, found, sizes)
         return cls(num_subnetworks, pairs, granularity=granularity, costs=costs, **report)
+
+    def with_holders(self, holders: Mapping[str, Sequence[int]]) -> MaskPlan:
+        """The same components of the same model with other holders.
+
+        Args:
+            holders: Workers of every component, by its name.
+
+        Raises:
+            ValueError: A component has no holder, or a holder is not one of the N workers.
+        """
+        return MaskPlan(
+            self.num_subnetworks,
+            [(component, holders[component.name]) for component in self.components],
+            granularity=self.granularity,
+            sizes=self.sizes,
+            costs=self._costs,
+            kept=self.kept,
+            shared_size=self.shared_size,
+            groups=self.groups,
+            skips=self.skips,
+            reasons=self.reasons,
+        )
+
+    def reassigned(
+        self, *, coverage: float | Sequence[float] = 0.5, balance: str = "params", seed: int = 0
+    ) -> MaskPlan:
+        """The same components, given to holders anew; what `build` gives for the same model and arguments.
+
+        Args:
+            coverage: As for `build`.
+            balance: As for `build`.
+            seed: As for `build`.
+
+        Raises:
+            ValueError: An argument is not understood, or the sizes of components are not known.
+        """
+        if self.sizes is None:
+            raise ValueError("The plan does not know the sizes of its components: use plan.fit(module) first.")
+        shares, costs = check_coverage(coverage, self.num_subnetworks), _costs(self.sizes, balance)
+        holders = _assign(self.granularity, self.components, costs, shares, seed)
+        return self.with_holders({c.name: workers for c, workers in zip(self.components, holders, strict=True)})
+
+    def rotated(self, turns: int) -> MaskPlan:
+        """The same plan with every worker in the place of the one that comes ``turns`` before it, around the circle.
+
+        Over N turns every worker holds every component at some time. (With one coverage for all; a worker's own
+        coverage moves along.)
+        """
+        n = self.num_subnetworks
+        return self.with_holders(
+            {name: sorted((worker + turns) % n for worker in workers) for name, workers in self._holders.items()}
+        )
 
     def fit(self, module: nn.Module, example_inputs: Any = None, record: RecordCalls | None = None) -> MaskPlan:
         """Checks that the plan fits a model, and learns the model's sizes for its reports.
@@ -302,61 +353,12 @@ class MaskPlan:
                 registered outside its component as well.
         """
         if self.granularity == "neuron":
-            found = self._fit_groups(module, example_inputs, record)
+            found = fit_groups(self.components, module, example_inputs, record)
         else:
-            found = self._fit_blocks(module, example_inputs, record)
+            found = fit_blocks(self.components, module, example_inputs, record)
         pairs = [(component, self._holders[component.name]) for component in self.components]
         report = _report(module, found, _sizes(module, self.components))
         return MaskPlan(self.num_subnetworks, pairs, granularity=self.granularity, **report | {"kept": ()})
-
-    def _fit_groups(self, module: nn.Module, example_inputs: Any, record: RecordCalls | None) -> Discovery:
-        chunks: dict[str, list[Component]] = {}
-        for component in self.components:
-            chunks.setdefault(component.name.rpartition("[")[0], []).append(component)
-        padded = {name for name, own in chunks.items() if any(chunk.padded for chunk in own)}
-        groups, reasons = discover_groups(
-            module, list(chunks), padded=padded, example_inputs=example_inputs, record=record
-        )
-        for group in groups:
-            planned, actual = chunks[group.name], group.chunks(len(chunks[group.name]), group.name in padded)
-            if len(planned) != len(actual):
-                raise ValueError(
-                    f"The plan does not fit the model: it has {len(planned)} chunks of {group.name!r}, which has only "
-                    f"{group.units} units."
-                )
-            for have, want in zip(planned, actual, strict=True):
-                if have.name != want.name or set(have.slices) != set(want.slices):
-                    odd = sorted({part.name for part in set(have.slices) ^ set(want.slices)})
-                    names = ", ".join(odd[:3]) or want.name
-                    raise ValueError(f"The plan does not fit the model: component {have.name!r} differs in {names}.")
-        return Discovery(self.components, (), reasons, tuple(groups), frozenset(padded))
-
-    def _fit_blocks(self, module: nn.Module, example_inputs: Any, record: RecordCalls | None) -> Discovery:
-        modules = dict(module.named_modules())
-        tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        seen: dict[str, str] = {}
-        for component in self.components:
-            if component.name not in modules:
-                raise ValueError(
-                    f"The plan does not fit the model: it has no module {component.name!r}. "
-                    "Build the plan from this model, or pass plan=None."
-                )
-            for part in component.slices:
-                if part.name not in tensors:
-                    raise ValueError(f"The plan does not fit the model: it has no tensor {part.name!r}.")
-                if part.name in seen:
-                    raise ValueError(f"The plan gives {part.name!r} to {seen[part.name]!r} and {component.name!r}.")
-                if not part.name.startswith(component.name + "."):
-                    raise ValueError(f"The plan's component {component.name!r} cannot own {part.name!r}.")
-                seen[part.name] = component.name
-        names = [component.name for component in self.components]
-        found = discover(module, "block", names, example_inputs=example_inputs, record=record)
-        for planned, actual in zip(sorted(self.components, key=str), sorted(found.maskable, key=str), strict=True):
-            if planned.name != actual.name or set(planned.slices) != set(actual.slices):
-                odd = set(planned.slices) ^ set(actual.slices)
-                which = ", ".join(sorted(part.name for part in odd)[:3]) or actual.name
-                raise ValueError(f"The plan does not fit the model: component {planned.name!r} differs in {which}.")
-        return found
 
     # reading and writing
 
@@ -434,6 +436,18 @@ def _sizes(module: nn.Module, components: Sequence[Component]) -> list[int]:
         return shape.numel() if part.dim is None else shape.numel() // shape[part.dim] * (part.stop - part.start)
 
     return [sum(size(part) for part in component.slices) for component in components]
+
+
+def _assign(
+    granularity: str, components: Sequence[Component], costs: Sequence[float], shares: Sequence[float], seed: int
+) -> list[tuple[int, ...]]:
+    """Holders of each component; the chunks of one group are assigned together."""
+    if granularity == "block":
+        return assign(costs, shares, seed)
+    chunks: dict[str, list[float]] = {}
+    for component, cost in zip(components, costs, strict=True):
+        chunks.setdefault(component.group, []).append(cost)
+    return [workers for own in assign_chunks(list(chunks.values()), shares, seed) for workers in own]
 
 
 def _costs(sizes: Sequence[int], balance: str) -> list[float]:

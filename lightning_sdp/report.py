@@ -73,7 +73,7 @@ def _rows(plan: MaskPlan) -> list[_Row]:
     """Every block or group in the model's order, those that all workers keep included."""
     members: dict[str, list[int]] = {}
     for i, component in enumerate(plan.components):
-        name = component.name if component.kind == "block" else component.name.rpartition("[")[0]
+        name = component.name if component.kind == "block" else component.group
         members.setdefault(name, []).append(i)
     rows = []
     for name, numbers in members.items():
@@ -91,7 +91,7 @@ def what_is_masked(plan: MaskPlan, adjective: str = "") -> str:
     number = len(plan.components)
     if plan.granularity == "block":
         return f"{number} {adjective}blocks"
-    groups = len({component.name.rpartition("[")[0] for component in plan.components})
+    groups = len({component.group for component in plan.components})
     return f"{groups} {adjective}groups of neurons in {number} chunks"
 
 

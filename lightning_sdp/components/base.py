@@ -44,6 +44,11 @@ class Component:
     slices: tuple[ParamSlice, ...]
     padded: bool = False
 
+    @property
+    def group(self) -> str:
+        """Name of the group that a chunk belongs to."""
+        return self.name.rpartition("[")[0]
+
 
 @dataclass(frozen=True)
 class Member:

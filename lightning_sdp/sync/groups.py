@@ -28,6 +28,7 @@ class HolderGroups:
         rank: The calling rank.
         device: Where tensors live that go through these groups.
         timeout: Of every collective; ``None`` is the backend's default.
+        previous: Groups of an earlier plan. Those that are still needed are taken over, the others are freed.
 
     Attributes:
         world: All ranks.
@@ -36,7 +37,13 @@ class HolderGroups:
     """
 
     def __init__(
-        self, plan: MaskPlan, world_size: int, rank: int, device: torch.device, timeout: timedelta | None = None
+        self,
+        plan: MaskPlan,
+        world_size: int,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        previous: HolderGroups | None = None,
     ) -> None:
         self.rank, self.device = rank, device
         self.world: Ranks = tuple(range(world_size))
@@ -53,10 +60,15 @@ class HolderGroups:
                 stacklevel=2,
             )
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
+        known = {} if previous is None else previous._groups
         for ranks in [self.world, *distinct]:
-            if len(ranks) > 1 and ranks not in self._groups:
+            if ranks in known:
+                self._groups[ranks] = known.pop(ranks)
+            elif len(ranks) > 1 and ranks not in self._groups:
                 group: Any = dist.new_group(list(ranks), timeout=timeout)  # a placeholder on ranks outside of it
                 self._groups[ranks] = group
+        if previous is not None:
+            previous.destroy()
         self.world_group = self._groups.get(self.world)
 
     def __len__(self) -> int:

@@ -196,6 +196,23 @@ def test_seed_changes_the_plan() -> None:
     assert len({plan.coverage for plan in plans}) == 1
 
 
+def test_other_holders_of_the_same_components() -> None:
+    model = Stack(6)
+    plan = MaskPlan.build(model, num_subnetworks=3, coverage=0.5, keep_ends=0)
+    assert plan.reassigned(coverage=0.67, seed=3) == MaskPlan.build(
+        model, num_subnetworks=3, coverage=0.67, keep_ends=0, seed=3
+    )
+    assert plan.reassigned(coverage=1.0).is_complete and not plan.is_complete
+    turned = plan.rotated(1)
+    for name, holders in holders_of(plan).items():
+        assert turned.holders(name) == tuple(sorted((worker + 1) % 3 for worker in holders))
+    assert turned.sizes == plan.sizes and plan.rotated(3) == plan
+    seen = [{name for turn in range(3) for name in plan.rotated(turn).held_by(worker)} for worker in range(3)]
+    assert seen == [set(holders_of(plan))] * 3
+    with pytest.raises(ValueError, match="does not know the sizes"):
+        small_plan(sizes=None).reassigned()
+
+
 def _recorded(block: int, holders: list[int]) -> dict[str, Any]:
     tensors = [f"blocks.{block}.fc.weight", f"blocks.{block}.fc.bias", f"blocks.{block}.calls"]
     slices = [{"name": name, "dim": None, "start": 0, "stop": 0} for name in tensors]
