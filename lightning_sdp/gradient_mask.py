@@ -70,10 +70,7 @@ class GradientMask:
         }
         self._wanted = {name: parameter.requires_grad for name, parameter in self.missing.items()}
         self._edits: list[Edit] = view_edits(module, {name: self._reader(name) for name in self._layouts})
-        self._guards = [
-            self._parameters[name].register_post_accumulate_grad_hook(partial(_refuse_gradient, name))
-            for name in self._layouts
-        ]
+        self._guards: dict[str, Any] = {}
         for edit in self._edits:
             edit.cut()
         self.follow()
@@ -103,6 +100,9 @@ class GradientMask:
         for name, leaf in self.leaves.items():
             leaf.copy_(self._held(name))
             leaf.requires_grad_(self._parameters[name].requires_grad)
+            if leaf.requires_grad and name not in self._guards:
+                refuse = partial(_refuse_gradient, name)
+                self._guards[name] = self._parameters[name].register_post_accumulate_grad_hook(refuse)
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -126,7 +126,7 @@ class GradientMask:
         """Gives the module its own structure back; only the user's freezing remains."""
         for edit in reversed(self._edits):
             edit.restore()
-        for guard in self._guards:
+        for guard in self._guards.values():
             guard.remove()
         for name, parameter in self.missing.items():
             parameter.requires_grad_(self._wanted[name])

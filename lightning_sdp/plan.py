@@ -113,6 +113,16 @@ class MaskPlan:
             for part in component.slices:
                 if dims.setdefault(part.name, part.dim) != part.dim:
                     raise ValueError(f"The plan cuts tensor {part.name!r} along more than one dimension.")
+        chunks: dict[str, set[int]] = {}
+        for component, workers in pairs if granularity == "neuron" else ():
+            chunks.setdefault(component.group, set()).update(workers)
+        for group, served in chunks.items():
+            for worker in range(num_subnetworks):
+                if worker not in served:
+                    raise ValueError(
+                        f"The plan gives worker {worker} no chunk of {group!r}: a worker runs every layer, so that it "
+                        "needs at least one."
+                    )
 
     # who holds what
 

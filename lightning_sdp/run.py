@@ -70,8 +70,12 @@ class Run:
         else:
             self.part = self.subnetwork = Subnetwork(module, plan, worker)
             self._full = FullModel(self.subnetwork, plan, groups, self.buffers)
-            self.subnetwork.carve(groups.device)
-            to_device()
+            try:
+                self.subnetwork.carve(groups.device)
+                to_device()
+            except BaseException:  # memory that ran out, say
+                self.subnetwork.abandon()
+                raise
 
     def average_gradients(self, bucket_cap_mb: float) -> None:
         """Averages gradients over their holders in every step."""

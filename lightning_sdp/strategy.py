@@ -222,7 +222,7 @@ class SDPStrategy(DDPStrategy):
         can_run = self.plan.layouts and self.settings.masking == "forward" and runs_without_data(module)
         try:
             self._run = run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
-        except Exception:
+        except BaseException:
             groups.destroy()
             raise
         if can_run:

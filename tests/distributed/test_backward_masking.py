@@ -170,6 +170,22 @@ def test_what_the_user_freezes_thaws_and_changes_counts(pool, sdp: dict[str, Any
             torch.testing.assert_close(masked[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+def fit_frozen(sdp: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    net = make("gqa", blocks=2)
+    net.blocks[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trainer(world, SDPStrategy(**sdp), max_epochs=1).fit(net, loader(batches("gqa", rank, 2)))
+    return before, dict(net.state_dict())
+
+
+@pytest.mark.parametrize("sdp", [BACKWARD, NEURON])
+def test_what_is_frozen_before_the_run_stays(pool, sdp: dict[str, Any]) -> None:
+    for before, after in pool(2).run(fit_frozen, {**sdp, "coverage": 0.5}):
+        for name, value in before.items():
+            assert torch.equal(after[name], value) == name.startswith("blocks.0."), name
+
+
 class Penalized(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) + sum(p.pow(2).sum() for p in self.parameters())

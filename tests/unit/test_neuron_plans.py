@@ -143,6 +143,12 @@ def test_a_tensor_may_be_cut_along_one_dimension_only() -> None:
         MaskPlan(2, pairs, granularity="neuron")
 
 
+def test_a_worker_without_any_chunk_of_a_group_is_named() -> None:
+    plan = plan_of("mlp")
+    with pytest.raises(ValueError, match=r"The plan gives worker 1 no chunk of 'blocks\.0\.hidden'"):
+        plan.with_holders({component.name: (0,) for component in plan.components})
+
+
 def test_chunks_that_everyone_holds_leave_no_layout() -> None:
     plan = MaskPlan.build(model("mlp"), num_subnetworks=2, granularity="neuron", coverage=1.0, keep_ends=0)
     assert plan.layouts == {} and plan.padded == {} and plan.coverage == (1.0, 1.0)
