@@ -121,7 +121,7 @@ class Net(LightningModule):
     Args:
         kind: ``"mlp"``, ``"attention"``, ``"gqa"``, ``"fixed"``, ``"opaque"``, ``"conv"`` or ``"swin"``.
         blocks: Number of blocks.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"momentum"``.
+        optimizer: ``"adamw"``, ``"adagrad"``, ``"sgd"`` or ``"momentum"``.
         groups: Split the parameters into two optimizer groups by name.
     """
 
@@ -203,6 +203,12 @@ class Net(LightningModule):
             ]
         if self.optimizer == "adamw":
             return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+        if self.optimizer == "adagrad":
+            optimizer = torch.optim.Adagrad(params, lr=0.05)
+            for state in optimizer.state.values():
+                total = state["sum"]
+                total.copy_(torch.linspace(0.1, 0.5, total.numel()).view(total.shape))
+            return optimizer
         return torch.optim.SGD(params, lr=0.1, momentum=0.9 if self.optimizer == "momentum" else 0.0)
 
 

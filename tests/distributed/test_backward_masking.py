@@ -77,6 +77,15 @@ def test_ten_steps_equal_the_reference(pool, kind: str, sdp: dict[str, Any], wor
         assert abs(result["trained"] / (3 * 8 * result["held"]) - 1) < 0.02
 
 
+@pytest.mark.parametrize("sdp", [BACKWARD, NEURON])
+def test_an_optimizer_with_state_from_the_start_equals_the_reference(pool, sdp: dict[str, Any]) -> None:
+    sdp, model = {**sdp, "coverage": 0.5}, {"optimizer": "adagrad", "blocks": 2}
+    expected = reference(3, 3, sdp, "gqa", 4, model).module.state_dict()
+    for result in pool(3).run(fit, sdp, "gqa", 4, model):
+        for name, value in expected.items():
+            torch.testing.assert_close(result["full"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
 def direct_gradients(sdp: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Averaged gradients of one step, and those of autograd on the full model with this rank's data."""
     rank = torch.distributed.get_rank()
@@ -136,18 +145,26 @@ def test_a_run_goes_on_in_the_other_regime(pool, tmp_path: Path, first: str, the
 
 
 class Thawing(Net):
-    """The second block is frozen for two steps; weights are changed by hand once."""
-
-    def on_train_start(self) -> None:
-        self.blocks[1].requires_grad_(False)
+    """The second block is frozen and thaws, then the first is frozen; weights are changed by hand once."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             self.blocks[1].requires_grad_(True)
             with torch.no_grad():
                 self.blocks[0].fc1.weight.mul_(0.5)
+            for parameter in self.parameters():
+                parameter.grad = torch.ones_like(parameter)  # of a backward pass of the user's own
+        if batch_idx == 3:
+            self.blocks[0].requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        mask = self.trainer.strategy._run.mask
+        for name, parameter in {} if mask is None else mask.missing.items():
+            assert not parameter.requires_grad and parameter.grad is None, name
 
     def configure_optimizers(self) -> Any:
+        for part in (self.blocks[0].norm, self.blocks[1]):
+            part.requires_grad_(False)
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.5)
 
 
@@ -159,6 +176,8 @@ def fit_thawing(sdp: dict[str, Any]) -> list[dict[str, Any]]:
             net = Thawing("mlp", blocks=2).double()
         data = batches("mlp", 0, 4)  # the same on all ranks: then every coverage comes to the same
         trainer(world, strategy, max_epochs=1).fit(net, loader(data))
+        assert all(p.requires_grad for p in net.blocks[1].parameters())
+        assert not any(p.requires_grad for p in net.blocks[0].norm.parameters())
         ended.append(dict(net.state_dict()))
     return ended
 
@@ -184,6 +203,41 @@ def test_what_is_frozen_before_the_run_stays(pool, sdp: dict[str, Any]) -> None:
     for before, after in pool(2).run(fit_frozen, {**sdp, "coverage": 0.5}):
         for name, value in before.items():
             assert torch.equal(after[name], value) == name.startswith("blocks.0."), name
+
+
+def count_sent(sdp: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Elements that each rank broadcasts after one step, and those of the components of which it is the source."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    strategy, sent, planned = SDPStrategy(**sdp), [0] * world, [0] * world
+    original = torch.distributed.broadcast
+
+    def counted(tensor: torch.Tensor, src: int, *args: Any, **kwargs: Any) -> Any:
+        sent[src] += tensor.numel()
+        return original(tensor, src, *args, **kwargs)
+
+    class Count(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            torch.distributed.broadcast = counted
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            torch.distributed.broadcast = original
+
+    try:
+        trainer(world, strategy, max_epochs=1, callbacks=[Count()]).fit(make("mlp"), loader(batches("mlp", rank, 1)))
+    finally:
+        torch.distributed.broadcast = original
+    plan = strategy.plan
+    assert plan is not None and plan.sizes is not None
+    for component, size in zip(plan.components, plan.sizes, strict=True):
+        if len(plan.holders(component.name)) < world:
+            planned[plan.sources[component.name]] += size
+    return sent, planned
+
+
+@pytest.mark.parametrize("sdp", [BACKWARD, NEURON])
+def test_the_planned_sources_send_what_others_lack(pool, sdp: dict[str, Any]) -> None:
+    for sent, planned in pool(3).run(count_sent, {**sdp, "coverage": 0.67}):
+        assert sent == planned and all(planned)
 
 
 class Penalized(Net):

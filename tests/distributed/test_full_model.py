@@ -288,8 +288,8 @@ def open_in_training(kind: str, sdp: dict[str, Any]) -> list[Any]:
     class Sampler(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             before = {n: (id(p), id(p.grad)) for n, p in pl_module.named_parameters()}
-            with strategy.full_model() as full, strategy.full_model():
-                seen.append(copied(full))
+            with strategy.full_model() as full, strategy.full_model(), torch.no_grad():
+                seen.append({**copied(full), "output": full(batches(kind, 50, 1)[0][0])})
             assert before == {n: (id(p), id(p.grad)) for n, p in pl_module.named_parameters()}
             for p in strategy._run.subnetwork.missing.values():  # type: ignore[union-attr]
                 assert p.untyped_storage().nbytes() == p.element_size() and bool(p.isnan().all())
@@ -316,12 +316,44 @@ def test_the_full_model_opens_at_any_step_boundary_and_its_memory_is_freed(
         ref = reference(3, 3, sdp, kind, step + 1, {})
         for seen in results:
             assert same_state(seen[step], results[0][step])
-            for name, value in ref.module.state_dict().items():
+            expected = {**ref.module.state_dict(), "output": ref.module(batches(kind, 50, 1)[0][0]).detach()}
+            for name, value in expected.items():
                 torch.testing.assert_close(seen[step][name], value, rtol=1e-10, atol=1e-10)
 
 
+def change_the_open_model(sdp: dict[str, Any]) -> dict[str, Tensor]:
+    """Halves all weights after the first step."""
+    world, rank = world_and_rank()
+    net, strategy = make("gqa", blocks=2), SDPStrategy(**sdp)
+
+    class Halve(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                with strategy.full_model() as full, torch.no_grad():
+                    for p in full.parameters():
+                        p.mul_(0.5)
+
+    trainer(world, strategy, max_epochs=1, callbacks=[Halve()]).fit(net, loader(batches("gqa", rank, 3)))
+    return copied(net)
+
+
+@pytest.mark.parametrize("sdp", [{"coverage": 0.5, "keep_ends": 0}, {**NEURON, "coverage": 0.5}])
+def test_what_the_user_changes_in_the_open_model_stays(pool, sdp: dict[str, Any]) -> None:
+    results = pool(3).run(change_the_open_model, sdp)
+    ref = reference(3, 3, sdp, "gqa", 1, {"blocks": 2})
+    with torch.no_grad():
+        for p in ref.module.parameters():
+            p.mul_(0.5)
+    data = [batches("gqa", rank, 3) for rank in range(3)]
+    for step in (1, 2):
+        ref.step([[own[step]] for own in data])
+    for result in results:
+        for name, value in ref.module.state_dict().items():
+            torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10)
+
+
 def shared_buffers(coverage: float) -> dict[str, Any]:
-    """A float buffer that training changes differently on every rank, in a block and outside."""
+    """Buffers that training changes differently on every rank, in a block and outside."""
     world, rank = world_and_rank()
 
     class Counting(Net):
@@ -329,21 +361,27 @@ def shared_buffers(coverage: float) -> dict[str, Any]:
             super().__init__("mlp", blocks=3)
             self.register_buffer("seen", torch.zeros(2))
             self.blocks[1].register_buffer("mark", torch.zeros(2, dtype=torch.bool))
+            self.blocks[1].register_buffer("count", torch.zeros(2, dtype=torch.int64))
             self.before: list[float] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.before.append(float(self.seen[0]))
             self.seen = self.seen + 1 + rank  # a new tensor under the old name
+            if self.blocks[1].count is not None:
+                self.blocks[1].count += 1 + rank
             return super().training_step(batch, batch_idx)
 
-    net = Counting().double()
-    trainer(world, SDPStrategy(coverage=coverage, keep_ends=0), max_epochs=1).fit(net, loader(batches("mlp", rank, 3)))
-    return {"before": net.before, "seen": net.seen, "mark": net.blocks[1].mark}
+    net, strategy = Counting().double(), SDPStrategy(coverage=coverage, keep_ends=0)
+    trainer(world, strategy, max_epochs=1).fit(net, loader(batches("mlp", rank, 3)))
+    block = net.blocks[1]
+    lowest = strategy.plan.holders("blocks.1")[0]  # type: ignore[union-attr]
+    return {"before": net.before, "seen": net.seen, "mark": block.mark, "count": block.count, "lowest": lowest}
 
 
-@pytest.mark.parametrize("coverage", [0.5, 1.0])
+@pytest.mark.parametrize("coverage", [0.5, 0.67, 1.0])
 def test_other_buffers_come_from_the_lowest_holder(pool, coverage: float) -> None:
     for result in pool(3).run(shared_buffers, coverage):
         assert result["before"] == [0.0, 1.0, 2.0]
         assert result["seen"].tolist() == [3.0, 3.0]
+        assert result["count"].tolist() == [3 * (1 + result["lowest"])] * 2
         assert result["mark"].dtype == torch.bool and result["mark"].tolist() == [False, False]

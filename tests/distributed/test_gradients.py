@@ -57,12 +57,13 @@ def switched_batches(rank: int, steps: int, pattern: str) -> list[Any]:
 NEURON = {"granularity": "neuron", "keep_ends": 0}
 
 
-def fit_switching(pattern: str, sdp: dict[str, Any], steps: int = 10) -> dict[str, Any]:
+def fit_switching(pattern: str, sdp: dict[str, Any], steps: int = 10, **options: Any) -> dict[str, Any]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     net, held, last = switching(), Held(), []
     strategy = SDPStrategy(**sdp, bucket_cap_mb=0.001)
     net.on_train_batch_end = lambda *_: last.append([s.name for s in strategy._run.reducer._buckets[-1].slots])  # type: ignore
-    trainer(world, strategy, max_epochs=1, callbacks=[held]).fit(net, loader(switched_batches(rank, steps, pattern)))
+    run = trainer(world, strategy, max_epochs=1, callbacks=[held], **options)
+    run.fit(net, loader(switched_batches(rank, steps, pattern)))
     return {"full": dict(net.state_dict()), "grads": held.grads, "last": last}
 
 
@@ -90,6 +91,22 @@ def test_conditional_blocks_equal_the_reference(pool, world: int, sdp: dict[str,
                 result["full"][name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}"
             )
             assert torch.equal(result["full"][name], results[0]["full"][name]), name
+
+
+@pytest.mark.parametrize("sdp", [{"coverage": 0.67}, {**NEURON, "coverage": 0.67}])
+def test_what_only_an_earlier_micro_batch_used_counts(pool, sdp: dict[str, Any]) -> None:
+    pattern = "by rank and step"  # of two neighboring batches each block runs in one
+    results = pool(3).run(fit_switching, pattern, sdp, 8, accumulate_grad_batches=2)
+    net = switching()
+    ref = SDPReference(net, plan_for(net, 3, sdp), net.configure_optimizers(), accumulate_grad_batches=2)
+    data = [switched_batches(rank, 8, pattern) for rank in range(3)]
+    for step in range(4):
+        ref.step([own[2 * step : 2 * step + 2] for own in data])
+    for result in results:
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(
+                result["full"][name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}"
+            )
 
 
 @pytest.mark.parametrize("sdp", [{"coverage": 1.0}, {**NEURON, "coverage": 0.6}])
@@ -347,7 +364,7 @@ def test_a_rank_whose_loss_reaches_no_parameter_counts_with_zero(pool, how: str)
             torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n} {m}")
 
 
-def fit_with_graph(create_graph: bool) -> dict[str, Tensor]:
+def fit_with_graph(create_graph: bool, sdp: dict[str, Any]) -> dict[str, Tensor]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     class Graph(Net):
@@ -357,14 +374,17 @@ def fit_with_graph(create_graph: bool) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         net, held = Graph("mlp", optimizer="sgd").double(), Held()
-    run = trainer(world, SDPStrategy(coverage=0.67), max_epochs=1, accumulate_grad_batches=2, callbacks=[held])
+    strategy = SDPStrategy(coverage=0.67, **sdp)
+    run = trainer(world, strategy, max_epochs=1, accumulate_grad_batches=2, callbacks=[held])
     run.fit(net, loader(batches("mlp", rank, 4)))
     assert not any(grad is not None and grad.requires_grad for grad in held.grads.values())
     return dict(net.state_dict())
 
 
-def test_a_backward_that_keeps_its_graph_averages_the_same(pool) -> None:
-    for plain, kept in zip(pool(3).run(fit_with_graph, False), pool(3).run(fit_with_graph, True), strict=True):
+@pytest.mark.parametrize("sdp", [{}, NEURON])
+def test_a_backward_that_keeps_its_graph_averages_the_same(pool, sdp: dict[str, Any]) -> None:
+    without, with_graph = (pool(3).run(fit_with_graph, create_graph, sdp) for create_graph in (False, True))
+    for plain, kept in zip(without, with_graph, strict=True):
         for name, value in plain.items():
             torch.testing.assert_close(kept[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
