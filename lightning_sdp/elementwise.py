@@ -52,6 +52,19 @@ def require_elementwise(optimizers: Sequence[Optimizer], names_of: Mapping[int, 
             )
 
 
+def require_separate(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses optimizers that update all tensors together: processes have different ones.
+
+    Raises:
+        ValueError: One of them does.
+    """
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS updates all parameters together, but processes have different ones. Use another optimizer, or "
+            "coverage=1."
+        )
+
+
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer updates each element by itself; ``False`` where that cannot be found out."""
     cls = type(optimizer)

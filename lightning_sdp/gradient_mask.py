@@ -75,13 +75,22 @@ class GradientMask:
             edit.cut()
         self.follow()
 
+    @property
+    def lacks_trainable(self) -> bool:
+        """Whether the worker lacks parameters that train."""
+        return any(self._wanted.values())
+
     def _held(self, name: str) -> Tensor:
         return self._layouts[name].take(self._parameters[name].detach(), self._worker)
 
     def _reader(self, name: str) -> Callable[[nn.Module], Tensor]:
+        key = name.rpartition(".")[2]
         leaf, layout, parameter, worker = self.leaves[name], self._layouts[name], self._parameters[name], self._worker
 
-        def read(_: nn.Module) -> Tensor:
+        def read(module: nn.Module) -> Tensor:
+            own = module._parameters.get(key)
+            if own is not None and own is not parameter:  # in a copy of the module, or a functional call
+                return own
             if not (torch.is_grad_enabled() and leaf.requires_grad):
                 return parameter.detach() if torch.is_grad_enabled() else parameter
             full: Tensor = _HeldEntries.apply(leaf, parameter.detach(), layout, worker)  # type: ignore[no-untyped-call]

@@ -12,17 +12,16 @@ import torch
 import torch.nn as nn
 
 from lightning_sdp.assignment import assign, assign_chunks, check_coverage
-from lightning_sdp.components import Component, Discovery, Group, ParamSlice, Skip, discover, named_block
+from lightning_sdp.components import Component, Discovery, Group, Skip, discover, named_block
 from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.discovery import KeepEnds
-from lightning_sdp.fitting import fit_blocks, fit_groups
+from lightning_sdp.costs import balanced_costs, component_sizes
 from lightning_sdp.layout import Run, TensorLayout, make_layout
+from lightning_sdp.plan_checks import check_holders, fit_blocks, fit_groups
 from lightning_sdp.plan_json import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-BALANCES = ("count", "params")
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class MaskPlan:
         reasons: Why other parts of the model are held by everyone, by name.
 
     Raises:
-        ValueError: There is no component, a component has no holder, a holder is not one of the N workers, or a tensor
-            is cut along two dimensions.
+        ValueError: There is no component, a component has no holder, a holder is not one of the N workers, a worker
+            has no chunk of a group, or a tensor is cut along two dimensions.
     """
 
     def __init__(
@@ -80,15 +79,7 @@ class MaskPlan:
         reasons: Mapping[str, str] | None = None,
     ) -> None:
         pairs = list(holders)
-        if type(num_subnetworks) is not int or num_subnetworks < 1:
-            raise ValueError(f"num_subnetworks={num_subnetworks!r} must be a number of workers, at least 1.")
-        if not pairs:
-            raise ValueError("The plan has no component.")
-        for component, workers in pairs:
-            if not isinstance(workers, (list, tuple)) or not all(type(worker) is int for worker in workers):
-                raise ValueError(
-                    f"The plan's holders of {component.name!r} are {workers!r}: give a list of worker numbers."
-                )
+        check_holders(pairs, num_subnetworks, granularity)
         self.num_subnetworks = num_subnetworks
         self.granularity = granularity
         self.components = tuple(component for component, _ in pairs)
@@ -99,30 +90,6 @@ class MaskPlan:
         self.shared_size = shared_size
         self._costs = tuple(costs or sizes or [1.0] * len(pairs))
         self._holders = {component.name: tuple(sorted(set(workers))) for component, workers in pairs}
-        if len(self._holders) != len(pairs):
-            raise ValueError("The plan names a component twice.")
-        for name, workers in self._holders.items():
-            if not workers:
-                raise ValueError(f"The plan leaves component {name!r} without a holder: its parameters would be lost.")
-            if workers[0] < 0 or workers[-1] >= num_subnetworks:
-                raise ValueError(
-                    f"The plan gives component {name!r} to workers {list(workers)}; N is {num_subnetworks}."
-                )
-        dims: dict[str, int | None] = {}
-        for component in self.components:
-            for part in component.slices:
-                if dims.setdefault(part.name, part.dim) != part.dim:
-                    raise ValueError(f"The plan cuts tensor {part.name!r} along more than one dimension.")
-        chunks: dict[str, set[int]] = {}
-        for component, workers in pairs if granularity == "neuron" else ():
-            chunks.setdefault(component.group, set()).update(workers)
-        for group, served in chunks.items():
-            for worker in range(num_subnetworks):
-                if worker not in served:
-                    raise ValueError(
-                        f"The plan gives worker {worker} no chunk of {group!r}: a worker runs every layer, so that it "
-                        "needs at least one."
-                    )
 
     # who holds what
 
@@ -273,8 +240,6 @@ class MaskPlan:
         """
         if num_subnetworks < 1:
             raise ValueError(f"num_subnetworks={num_subnetworks} must be at least 1.")
-        if balance not in BALANCES:
-            raise ValueError(f"balance={balance!r} is unknown: choose {' or '.join(map(repr, BALANCES))}.")
         shares = check_coverage(coverage, num_subnetworks)
         found = discover(
             module,
@@ -289,8 +254,8 @@ class MaskPlan:
         parts = list(found.maskable)
         if granularity == "neuron":
             parts = [c for group in found.groups for c in group.chunks(num_subnetworks, group.name in found.padded)]
-        sizes = _sizes(module, parts)
-        costs = _costs(sizes, balance)
+        sizes = component_sizes(module, parts)
+        costs = balanced_costs(sizes, balance)
         pairs = list(zip(parts, _assign(granularity, parts, costs, shares, seed), strict=True))
         report = _report(module, found, sizes)
         return cls(num_subnetworks, pairs, granularity=granularity, costs=costs, **report)
@@ -332,7 +297,7 @@ class MaskPlan:
         """
         if self.sizes is None:
             raise ValueError("The plan does not know the sizes of its components: use plan.fit(module) first.")
-        shares, costs = check_coverage(coverage, self.num_subnetworks), _costs(self.sizes, balance)
+        shares, costs = check_coverage(coverage, self.num_subnetworks), balanced_costs(self.sizes, balance)
         holders = _assign(self.granularity, self.components, costs, shares, seed)
         return self.with_holders({c.name: workers for c, workers in zip(self.components, holders, strict=True)})
 
@@ -367,7 +332,7 @@ class MaskPlan:
         else:
             found = fit_blocks(self.components, module, example_inputs, record)
         pairs = [(component, self._holders[component.name]) for component in self.components]
-        report = _report(module, found, _sizes(module, self.components))
+        report = _report(module, found, component_sizes(module, self.components))
         return MaskPlan(self.num_subnetworks, pairs, granularity=self.granularity, **report | {"kept": ()})
 
     # reading and writing
@@ -436,18 +401,6 @@ class MaskPlan:
         return "\n".join(lines)
 
 
-def _sizes(module: nn.Module, components: Sequence[Component]) -> list[int]:
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-
-    def size(part: ParamSlice) -> int:
-        shape = shapes.get(part.name)
-        if shape is None:
-            return 0
-        return shape.numel() if part.dim is None else shape.numel() // shape[part.dim] * (part.stop - part.start)
-
-    return [sum(size(part) for part in component.slices) for component in components]
-
-
 def _assign(
     granularity: str, components: Sequence[Component], costs: Sequence[float], shares: Sequence[float], seed: int
 ) -> list[tuple[int, ...]]:
@@ -460,12 +413,8 @@ def _assign(
     return [workers for own in assign_chunks(list(chunks.values()), shares, seed) for workers in own]
 
 
-def _costs(sizes: Sequence[int], balance: str) -> list[float]:
-    return [1.0] * len(sizes) if balance == "count" else [float(max(size, 1)) for size in sizes]
-
-
 def _report(module: nn.Module, found: Discovery, sizes: Sequence[int]) -> dict[str, Any]:
-    kept_sizes = _sizes(module, [component for component, *_ in found.kept])
+    kept_sizes = component_sizes(module, [component for component, *_ in found.kept])
     kept = [Kept(c.name, why, size, at) for (c, why, at), size in zip(found.kept, kept_sizes, strict=True)]
     total = sum(parameter.numel() for parameter in module.parameters())
     return {

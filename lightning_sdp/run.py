@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ class Run:
     ) -> None:
         share_initial_state(module, groups)
         self.groups = groups
-        self.everywhere = all(len(workers) == plan.num_subnetworks for workers in plan.holder_sets)
+        self.everywhere = plan.is_complete
         self._order = [name for name, _ in module.named_parameters()]
         self.buffers = BufferSync(module, groups, self.everywhere or masking == "backward")
         self.subnetwork: Subnetwork | None = None
@@ -61,6 +61,7 @@ class Run:
         self._full: FullModel | None = None
         self._refresh: Refresh | None = None
         self._accumulates = False
+        self._handles: list[Any] = []
         worker = groups.rank // groups.ranks_per_worker
         self.part: Subnetwork | GradientMask
         if masking == "backward":
@@ -76,6 +77,13 @@ class Run:
             except BaseException:  # memory that ran out, say
                 self.subnetwork.abandon()
                 raise
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Does what has to happen around every step of these optimizers, whoever calls it."""
+        for optimizer in optimizers:
+            before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+            after = optimizer.register_step_post_hook(lambda own, *_: self._after_step(own))
+            self._handles += [before, after]
 
     def average_gradients(self, bucket_cap_mb: float) -> None:
         """Averages gradients over their holders in every step."""
@@ -107,8 +115,15 @@ class Run:
         """Averages even if this rank's backward pass reached none of its parameters."""
         if self.reducer is not None:
             self.reducer.finish()
+            if self.mask is not None and self.reducer.enabled:
+                self.mask.follow()  # Lightning runs the backward pass within the optimizer's step
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self) -> None:
+        """Takes over what the user did to weights after the backward pass."""
+        if self.mask is not None:
+            self.mask.follow()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
         """Makes weights equal again where an optimizer step calls for it; collective."""
         if self.averaging is not None:
             self.averaging.after_step(optimizer)
@@ -175,12 +190,16 @@ class Run:
         if self.averaging is None or not self.has_drifted or self.is_open:
             return self._full.state_dict()
         self.averaging.install_mean()
-        state = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in self._full.state_dict().items()
-        }
-        self.averaging.restore_own()
-        return state
+        try:
+            state = self._full.state_dict()
+            if self.groups.rank == 0:  # the means are in the place of rank 0's own weights, which come back
+                trained = {p.untyped_storage().data_ptr() for p in self.part.trained.values()}
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in trained:
+                        state[name] = value.clone()
+            return state
+        finally:
+            self.averaging.restore_own()
 
     # the end
 
@@ -201,4 +220,6 @@ class Run:
             self.subnetwork.abandon()
         if self.reducer is not None:
             self.reducer.remove()
+        for handle in self._handles:
+            handle.remove()
         self.groups.destroy()

@@ -13,7 +13,8 @@ from lightning_sdp.assignment import check_shares
 from lightning_sdp.components.calls import RecordCalls, run_without_data
 from lightning_sdp.components.discovery import GRANULARITIES, ON_UNSLICEABLE, KeepEnds
 from lightning_sdp.components.neurons import sample_inputs
-from lightning_sdp.plan import BALANCES, MaskPlan
+from lightning_sdp.costs import BALANCES
+from lightning_sdp.plan import MaskPlan
 
 MASKINGS = ("forward", "backward")
 _PLAN_FIELDS = ("granularity", "coverage", "components", "keep", "keep_ends", "on_unsliceable", "seed")

@@ -25,14 +25,15 @@ from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_d
 from lightning_sdp.callbacks import BackwardMasking, BatchNormRecalibration, ForwardMasking
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MaskingMode
-from lightning_sdp.elementwise import AVERAGED, require_elementwise
+from lightning_sdp.elementwise import AVERAGED, require_elementwise, require_separate
+from lightning_sdp.limits import check_options, require_compatible
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_locally, clip_over_the_world
 from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
 from lightning_sdp.run import Run
-from lightning_sdp.settings import MaskSettings, one_of, require_real_parameters, require_running, runs_without_data
+from lightning_sdp.settings import MaskSettings, require_real_parameters, require_running, runs_without_data
 from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.groups import HolderGroups
 
@@ -138,26 +139,7 @@ class SDPStrategy(DDPStrategy):
             plan=plan,
             seed=seed,
         )
-        one_of("eval_model", eval_model, ("full", "subnetwork"))
-        if masking == "backward" and eval_model == "subnetwork":
-            raise ValueError(
-                "eval_model='subnetwork' needs masking='forward': with 'backward' every worker runs the full model."
-            )
-        if type(model_averaging_period) is not int or model_averaging_period < 1:
-            raise ValueError(
-                f"model_averaging_period={model_averaging_period!r} must be a number of steps, at least 1."
-            )
-        if model_averaging_period > 1 and masking == "backward":
-            raise ValueError(
-                "model_averaging_period > 1 needs masking='forward': under backward masking all weights agree after "
-                "every step."
-            )
-        if bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
-        if recalibrate_batchnorm < 0:
-            raise ValueError(
-                f"recalibrate_batchnorm={recalibrate_batchnorm} must be a number of batches, or 0 for off."
-            )
+        check_options(masking, eval_model, model_averaging_period, bucket_cap_mb, recalibrate_batchnorm)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -215,16 +197,31 @@ class SDPStrategy(DDPStrategy):
             lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record, record),
             lambda plan: _fingerprint(plan, module),
         )
-        self._refuse_what_needs_everything()
+        require_compatible(
+            self.plan,
+            self.settings.masking,
+            self.model_averaging_period,
+            syncs_batchnorm=self._layer_sync is not None,
+            scales_loss=getattr(self.precision_plugin, "scaler", None) is not None,
+            callbacks=trainer.callbacks,  # type: ignore[attr-defined]
+        )
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
         can_run = self.plan.layouts and self.settings.masking == "forward" and runs_without_data(module)
+
+        def start() -> None:
+            assert self.plan is not None
+            self._run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
+
         try:
-            self._run = run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
+            agree(start, lambda _: ())
         except BaseException:
-            groups.destroy()
+            if self._run is None:  # otherwise teardown sees to it
+                groups.destroy()
             raise
+        run = self._run
+        assert run is not None
         if can_run:
             agree(lambda: require_running(module), lambda _: ())
         if fitting:
@@ -250,26 +247,14 @@ class SDPStrategy(DDPStrategy):
             agree(lambda: require_elementwise(self.optimizers, cut), lambda _: ())
             if run.averaging is not None and self.average_optimizer_state:
                 agree(lambda: require_elementwise(self.optimizers, names_of, AVERAGED), lambda _: ())
+            if not self.plan.is_complete:
+                agree(lambda: require_separate(self.optimizers), lambda _: ())
             self._layout = OptimizerLayout(
                 module, self.optimizers, run.part.missing, self.plan, run.groups, run.part.leaves
             )
+        run.follow_optimizers(self.optimizers)
         if not run.everywhere and run.averaging is None:
             clip_over_the_world(self.precision_plugin, run.part.trained, run.groups)
-
-    def _refuse_what_needs_everything(self) -> None:
-        assert self.plan is not None
-        if all(len(workers) == self.plan.num_subnetworks for workers in self.plan.holder_sets):
-            return
-        if self._layer_sync:
-            raise ValueError(
-                "sync_batchnorm=True synchronizes over all processes, but a missing block is run by some of them only. "
-                "Use sync_batchnorm=False, or coverage=1."
-            )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' scales the loss, and ranks that hold different blocks would skip different "
-                "steps. Use precision='bf16-mixed', or coverage=1."
-            )
 
     def _add_recalibration(self, trainer: Trainer, run: Run) -> None:
         if not run.buffers.widths:
@@ -299,6 +284,12 @@ class SDPStrategy(DDPStrategy):
         self._stale_statistics = True
         return super().training_step(*args, **kwargs)
 
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward pass, which is an empty one where this rank lacks all that trains: others wait for it."""
+        if self._run is not None and self._run.part.lacks_trainable and not closure_loss.requires_grad:
+            closure_loss = closure_loss + closure_loss.new_zeros((), requires_grad=True)
+        return super().backward(closure_loss, *args, **kwargs)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the averaging of gradients, which runs within the backward pass."""
         if self._run is not None:
@@ -308,13 +299,6 @@ class SDPStrategy(DDPStrategy):
         """Averages even if this rank's backward pass reached none of its parameters."""
         if self._run is not None:
             self._run.after_backward()
-
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Takes the step, and makes weights equal again where that has its turn after a step."""
-        output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._run is not None:
-            self._run.after_step(getattr(optimizer, "_optimizer", optimizer))
-        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -486,6 +470,8 @@ class SDPStrategy(DDPStrategy):
             self._lost = run.lost()
             run.end()
         clip_locally(self.precision_plugin)
+        if self._recalibration is not None:
+            self._recalibration.reset()
         self._checkpoint_record = None
         self._reset()
 
@@ -493,4 +479,5 @@ class SDPStrategy(DDPStrategy):
 def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     layout = [f"{name} of shape {tuple(t.shape)} and {t.dtype}" for name, t in tensors]
-    return layout + [f"component {c.name} held by workers {plan.holders(c.name)}" for c in plan.components]
+    layout += [f"component {c} held by workers {plan.holders(c.name)}" for c in plan.components]
+    return layout + [f"attributes {group.attributes} of {group.name}" for group in plan.groups]

@@ -145,6 +145,11 @@ class Subnetwork:
                 ]
         self._edits = _edits(module, plan, worker, tensors)
 
+    @property
+    def lacks_trainable(self) -> bool:
+        """Whether the worker lacks parameters that train."""
+        return any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in self.missing.values())
+
     def carve(self, device: torch.device | None = None) -> None:
         """Frees the data of what is missing and detaches it.
 

@@ -40,6 +40,7 @@ _MAX_ATTRIBUTES = 6  # more candidates are not tried in all combinations
 _EXACT_NUMEL = 2**22  # larger modules are tried in float32
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _NUMBERING = {"layer_idx", "layer_id", "layer_number", "block_idx"}  # attributes that tell modules alike apart
+_STATE = {*vars(nn.Module()), "_is_hf_initialized"} - {"training"}  # what every module has: tensors, children, hooks
 _SYNTHETIC = {
     2: (2, 5),
     3: (2, 5),
@@ -111,19 +112,22 @@ class SelfCheck:
         own = len(group.owner) + 1 if group.owner else 0
         shapes = tuple((n, t.shape, t.dtype) for n, t in [*owner.named_parameters(), *owner.named_buffers()])
         members = tuple(replace(member, name=member.name[own:]) for member in group.members)
-        numbers = tuple(
-            (name, key, value)
+        settings = tuple(
+            (name, key, _identity(value))
             for name, m in owner.named_modules()
             for key, value in vars(m).items()
-            if type(value) in (int, bool, float, str, tuple) and key not in _NUMBERING
+            if key not in _NUMBERING and key not in _STATE
         )
         call = self._call(group)
         classes = tuple(type(m) for m in owner.modules())
-        return classes, shapes, numbers, members, group.units, group.kind, repr(call)
+        return classes, shapes, settings, members, group.units, group.kind, repr(call)
 
     def _find_attributes(self, group: Group, trusted: bool) -> tuple[str, ...] | str:
         """Names of attributes of the owner that have to shrink, relative to it; or why it cannot be cut."""
         trial = _Trial(self._module.get_submodule(group.owner), group, self._call(group))
+        partial = trial.partial()
+        if partial:
+            return partial
         given = trial.group.attributes
         others = () if trusted else trial.candidates()
         reason = "no attributes of it could be tried"
@@ -140,7 +144,7 @@ class SelfCheck:
 
     def _try_padding(self, group: Group) -> tuple[str, ...] | str:
         trial = _Trial(self._module.get_submodule(group.owner), group, self._call(group))
-        return trial.pad() or ()
+        return trial.partial() or trial.pad() or ()
 
 
 _NO_CALL = "it is not known what it is called with"
@@ -185,6 +189,16 @@ class _Trial:
                     found.setdefault((type(module), name, value), []).append(_join(path, name))
         return tuple(" ".join(names) for names in found.values())
 
+    def partial(self) -> str:
+        """Why the group cannot be cut because entries of its tensors belong to none of its units, or nothing."""
+        for name, layout in self._layouts(range(self.group.units)).items():
+            size = self.tensors[name].shape[layout.dim]
+            if layout.size < size:
+                return (
+                    f"its units are only {layout.size} of the {size} entries of {name!r} along dimension {layout.dim}"
+                )
+        return ""
+
     def slice(self, attributes: tuple[str, ...]) -> str:
         """Tries cut tensors; returns why that does not work, or nothing."""
         group = replace(self.group, attributes=attributes)
@@ -226,14 +240,6 @@ class _Trial:
                 holder = (0,) if unit in held else (1,)
                 entries = [(run, holder) for run in member.runs(unit, unit + 1)]
                 runs.setdefault((member.name, member.dim), []).extend(entries)
-        for (name, dim), entries in runs.items():
-            taken = sum(stop - start for (start, stop), _ in entries)
-            if taken < self.tensors[name].shape[dim]:  # what is outside of the group stays
-                last = max(stop for (_, stop), _ in entries)
-                first = min(start for (start, _), _ in entries)
-                entries += [
-                    (run, (0,)) for run in ((0, first), (last, self.tensors[name].shape[dim])) if run[0] < run[1]
-                ]
         return {name: make_layout(dim, entries) for (name, dim), entries in runs.items()}
 
     def _compare(self, held: Sequence[int], edits: Sequence[Edit], layouts: Mapping[str, TensorLayout]) -> str:
@@ -292,6 +298,11 @@ class _Trial:
             result = functional_call(self.owner, tensors, args, kwargs)
         apply_to_collection(result, Tensor, outputs.append)
         return outputs
+
+
+def _identity(value: Any) -> Any:
+    """Equal for attributes that make no difference to a forward: plain values by value, anything else by identity."""
+    return repr(value) if type(value).__module__ in ("builtins", "torch") else id(value)
 
 
 def _masked(tensor: Tensor, layout: TensorLayout | None) -> Tensor:

@@ -114,7 +114,7 @@ class Exchange:
         for out, into in zip_longest(outgoing, incoming):
             operations, arrivals = [], []
             for items in [] if out is None else out.values():
-                flat = torch.cat([self._view(own, part, key).reshape(-1) for part, key, _ in items])
+                flat = torch.cat([_view(own[p.name].tensors[key], p, self._old).reshape(-1) for p, key, _ in items])
                 operations.append(dist.P2POp(dist.isend, flat, to, group=group))
             for dtype, items in () if into is None else into.items():
                 flat = torch.empty(sum(shape.numel() for *_, shape in items), dtype=dtype, device=self._new.device)
@@ -126,9 +126,6 @@ class Exchange:
                 pieces = flat.split([shape.numel() for *_, shape in items])
                 for (part, key, shape), piece in zip(items, pieces, strict=True):
                     received.setdefault(part, {})[key] = piece.view(shape)
-
-    def _view(self, own: Mapping[str, Held], part: ParamSlice, key: str) -> Tensor:
-        return _view(own[part.name].tensors[key].detach(), part, self._old)
 
     def _settle(
         self, name: str, own: Held | None, received: dict[ParamSlice, dict[str, Tensor]], facts: Any
@@ -151,7 +148,7 @@ class Exchange:
             local = torch.zeros(shape, dtype=some.dtype, device=some.device)
             for part, before, after in parts:
                 if after and before and key in had:
-                    _view(local, part, self._new).copy_(_view(had[key].detach(), part, self._old))
+                    _view(local, part, self._new).copy_(_view(had[key], part, self._old))
                 elif after and not before and key in pieces[part]:
                     _view(local, part, self._new).copy_(pieces[part][key])
             settled.tensors[key] = local
@@ -160,7 +157,7 @@ class Exchange:
 
 def _view(local: Tensor, part: ParamSlice, groups: HolderGroups) -> Tensor:
     """The part of a tensor of the full model in what this rank stores of it."""
-    layout = groups.layouts.get(part.name)
+    local, layout = local.detach(), groups.layouts.get(part.name)
     if part.dim is None:
         return local
     if layout is None:  # every rank has all of it

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdp.components import ParamSlice
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.transfer import unpack_into
@@ -29,7 +30,8 @@ class Refresh:
 
     def __init__(self, parameters: Mapping[str, Tensor], plan: MaskPlan, groups: HolderGroups) -> None:
         self._groups = groups
-        self._messages: dict[_Key, list[Tensor]] = {}
+        self._parameters = parameters
+        self._messages: dict[_Key, list[ParamSlice]] = {}
         for component in plan.components:
             holders = groups.component_holders[component.name]
             if holders == groups.world:
@@ -37,16 +39,16 @@ class Refresh:
             source = groups.ranks_of([plan.sources[component.name]])[0]
             for part in component.slices:
                 if part.name in parameters:
-                    full = parameters[part.name].detach()
-                    view = full if part.dim is None else full.narrow(part.dim, part.start, part.stop - part.start)
-                    self._messages.setdefault((holders, source, full.dtype), []).append(view)
+                    key = holders, source, parameters[part.name].dtype
+                    self._messages.setdefault(key, []).append(part)
 
     @torch.no_grad()
     def run(self) -> None:
         """Refreshes, in place and complete when it returns; collective."""
         group, rank = self._groups.world_group, self._groups.rank
         sent: list[tuple[Any, Tensor, list[Tensor]]] = []
-        for (holders, source, dtype), views in self._messages.items():
+        for (holders, source, dtype), parts in self._messages.items():
+            views = [self._view(part) for part in parts]
             if rank == source:
                 flat = torch.cat([view.reshape(-1) for view in views])
             else:
@@ -54,3 +56,8 @@ class Refresh:
             work = dist.broadcast(flat, source, group=group, async_op=True)
             sent.append((work, flat, [] if rank in holders else views))
         unpack_into(sent)
+
+    def _view(self, part: ParamSlice) -> Tensor:
+        """A part of a parameter's data, which the user may have replaced."""
+        full = self._parameters[part.name].detach()
+        return full if part.dim is None else full.narrow(part.dim, part.start, part.stop - part.start)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_sdp import Group, MaskPlan, Member, SDPStrategy, register_neurons
@@ -45,6 +47,13 @@ class Unreadable(Net):
         return super().forward(x if x.sum() > 0 else -x)
 
 
+class Together(Net):
+    """Its optimizer updates all tensors together."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class NormedMLP(MLPBlock):
     """Normalizes what it hides, and says that it can be cut nevertheless."""
 
@@ -73,6 +82,8 @@ def build(model: str, rank: int) -> Net:
         net = Foreign("mlp")
     elif model == "whole tensors":
         net = WholeTensor("mlp")
+    elif model == "lbfgs":
+        net = Together("mlp")
     elif model == "unreadable":
         net = Unreadable("gqa")
     elif model == "normed":
@@ -100,6 +111,8 @@ def fit(sdp: dict[str, Any], model: str = "mlp", on_one_rank: dict[str, Any] | N
     net = build(model, rank)
     if options.pop("scaler", False):
         options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    if "callback" in options:
+        options["callbacks"] = [options.pop("callback")()]
     strategy = SDPStrategy(**{**sdp, **(on_one_rank or {} if rank == 1 else {})})
     run = trainer(world, strategy, max_epochs=1, **options)
     run.fit(net, loader(batches(net.kind, rank, 2, torch.float32)))
@@ -270,3 +283,19 @@ def test_options_of_the_trainer_that_need_the_whole_model(
 ) -> None:
     check(pool(2), message, {"coverage": 0.5, "granularity": granularity}, model="conv", **options)
     assert pool(2).run(fit, {"coverage": 1.0}, model="conv") == ["2 steps"] * 2
+
+
+@pytest.mark.parametrize(
+    ("sdp", "case", "message"),
+    [
+        ({"coverage": 1.0, "model_averaging_period": 2}, {"scaler": True}, "or coverage=1 and model_averaging_period"),
+        ({"coverage": 0.5}, {"callback": EMAWeightAveraging}, "EMAWeightAveraging pairs parameters by their"),
+        ({"coverage": 0.5}, {"callback": partial(StochasticWeightAveraging, 0.1)}, "StochasticWeightAveraging pairs"),
+        ({"coverage": 0.5}, {"model": "lbfgs"}, "LBFGS updates all parameters together"),
+        ({"coverage": 0.5, "masking": "backward"}, {"model": "lbfgs"}, "LBFGS updates all parameters together"),
+    ],
+)
+def test_what_would_average_or_step_wrongly(
+    pool: Pools, sdp: dict[str, Any], case: dict[str, Any], message: str
+) -> None:
+    check(pool(2), message, sdp, **case)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def fail(place: str, sdp: dict[str, Any], directory: str) -> dict[str, Any]:
     data = loader(batches("mlp", rank, 3, torch.float32)), loader(batches("mlp", 0, 1, torch.float32))
     raised = error_of(run.fit, net, *data)
     left = remains(net, names, identities)
+    assert "clip_grad_by_norm" not in vars(run.precision_plugin)
     lacking = {part.name for c in run.strategy.plan.missing_on(rank) for part in c.slices}
     missing = [name for name in identities if name in lacking]
     saved = error_of(run.save_checkpoint, f"{directory}/saved.ckpt")
@@ -196,6 +198,28 @@ def test_worker_that_holds_everything_loses_nothing(pool: Pools, sdp: dict[str, 
         checkpoint = torch.load(tmp_path / name, weights_only=True)
         assert list(checkpoint["state_dict"]) == list(Failing("").state_dict())
         assert checkpoint["optimizer_states"][0]["param_groups"][0]["params"] == list(range(len(results[0]["names"])))
+
+
+def fail_to_move(sdp: dict[str, Any], failing: int) -> dict[str, Any]:
+    """The device of one rank has no memory left for what it holds."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(3)
+    net, strategy = Failing(""), SDPStrategy(**sdp)
+    names, identities = list(net.state_dict()), {name: id(p) for name, p in net.named_parameters()}
+    if rank == failing:
+        strategy.model_to_device = Mock(side_effect=torch.OutOfMemoryError("no memory left"))  # type: ignore[method-assign]
+    raised = error_of(trainer(world, strategy, max_epochs=1).fit, net, loader(batches("mlp", rank, 1, torch.float32)))
+    return {"raised": raised, **remains(net, names, identities)}
+
+
+@pytest.mark.parametrize("sdp", [SDP, NEURON, {**NEURON, "masking": "backward"}], ids=["block", "neuron", "backward"])
+def test_a_device_that_is_full_on_one_rank_fails_on_all_and_leaves_the_module_whole(
+    pool: Pools, sdp: dict[str, Any]
+) -> None:
+    for result in pool(2).run(fail_to_move, sdp, 1):
+        assert "no memory left" in result["raised"][1]
+        assert result["whole"] and result["same objects"] and result["finite"]
+        assert result["hooks"] == [] and result["groups"] == 1
 
 
 def interrupt(sdp: dict[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,28 @@ def test_a_run_resumes_exactly_from_the_end_of_a_period(pool, tmp_path: Path, sd
         assert a["step"] == b["step"] == 8 and same_state(a["full"], b["full"])
 
 
+def state_memory() -> tuple[int, int]:
+    """Bytes of the storages of a state dict within a period, and of what the rank holds."""
+    rank, seen = torch.distributed.get_rank(), []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            state = trainer.strategy.lightning_module_state_dict()
+            seen.append(
+                sum({v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in state.values()}.values())
+            )
+            seen.append(sum(p.nbytes for p in pl_module.parameters()))
+
+    strategy = SDPStrategy(**BLOCK, model_averaging_period=3)
+    trainer(2, strategy, max_epochs=1, callbacks=[Look()]).fit(make("mlp"), loader(batches("mlp", rank, 1)))
+    return seen[0], seen[1]
+
+
+def test_other_ranks_do_not_allocate_the_full_model_for_a_checkpoint_within_a_period(pool) -> None:
+    _, (state, held) = pool(2).run(state_memory)
+    assert state < 1.02 * held
+
+
 def test_a_checkpoint_in_the_middle_of_a_period_has_the_mean(pool, tmp_path: Path) -> None:
     sdp = {**BLOCK, "model_averaging_period": 3}
     without = pool(2).run(fit_and_save, str(tmp_path), "mlp", 5, None, None, **sdp)

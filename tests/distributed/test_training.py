@@ -15,11 +15,13 @@ from tests.models import batches, loader, make
 def check(
     pool: Any, world: int, workers: int, sdp: dict[str, Any], kind: str, tolerance: float = 1e-10, **options: Any
 ) -> list[dict[str, Any]]:
-    """Fits on ranks and in the reference; weights agree and holders are bit-equal."""
+    """Fits on ranks and in the reference; the plan has `parts`, weights agree and holders are bit-equal."""
+    parts = options.pop("parts", set())
     model = options.pop("model", {})
     steps = options.pop("steps", 10)
     results = pool(world).run(fit_rank, {**sdp, "num_subnetworks": workers}, kind, steps, model, **options)
     ref = reference(world, workers, sdp, kind, steps, model, **options)
+    assert parts <= {component.kind for component in ref.plan.components}, "what cannot be cut is kept whole"
     expected = ref.module.state_dict()
     for rank, result in enumerate(results):
         assert list(result["full"]) == list(expected)
@@ -81,30 +83,32 @@ def test_weights_and_recalibrated_statistics_of_a_batchnorm_model_equal_the_refe
 @pytest.mark.parametrize("kind", ["mlp", "gqa", "attention", "swin"])
 def test_neurons_and_heads_equal_the_reference(pool, kind: str, world: int) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    check(pool, world, world, {**NEURON, "coverage": 0.6}, kind, model={"blocks": 2}, **options)
+    parts = {"neurons"} if kind == "mlp" else {"neurons", "heads"}
+    check(pool, world, world, {**NEURON, "coverage": 0.6}, kind, model={"blocks": 2}, parts=parts, **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_channels_of_a_batchnorm_model_equal_the_reference(pool, world: int) -> None:
-    check(pool, world, world, {**NEURON, "coverage": 0.5}, "conv", model={"optimizer": "momentum", "blocks": 3})
+    model = {"optimizer": "momentum", "blocks": 3}
+    check(pool, world, world, {**NEURON, "coverage": 0.5}, "conv", model=model, parts={"channels"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_swin_t_equals_the_reference(pool, world: int) -> None:
-    check(pool, world, world, {**NEURON, "coverage": 0.5}, "swin_t")
+    check(pool, world, world, {**NEURON, "coverage": 0.5}, "swin_t", parts={"neurons", "heads"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_torchvision_basic_blocks_equal_the_reference(pool, world: int) -> None:
-    check(pool, world, world, {**NEURON, "coverage": 0.5}, "basic")
+    check(pool, world, world, {**NEURON, "coverage": 0.5}, "basic", parts={"channels"})
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_padded_heads_equal_the_reference(pool, world: int) -> None:
     sdp = {**NEURON, "coverage": 0.5, "on_unsliceable": "pad"}
-    check(pool, world, world, sdp, "fixed", model={"blocks": 2}, gradient_clip_val=0.05)
+    check(pool, world, world, sdp, "fixed", model={"blocks": 2}, parts={"heads"}, gradient_clip_val=0.05)
 
 
 def test_blocks_found_by_one_training_batch_equal_the_reference(pool) -> None:
@@ -124,6 +128,11 @@ def test_float32_with_sgd_equals_the_reference_to_single_precision(pool) -> None
 @pytest.mark.parametrize("sdp", [{}, NEURON])
 def test_unequal_coverage_per_worker_equals_the_reference(pool, sdp: dict[str, Any]) -> None:
     check(pool, 3, 3, {**sdp, "coverage": [1.0, 0.5, 0.25]}, "mlp", gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("sdp", [{}, NEURON])
+def test_an_optimizer_with_state_from_the_start_equals_the_reference(pool, sdp: dict[str, Any]) -> None:
+    check(pool, 3, 3, {**sdp, "coverage": 0.5}, "gqa", model={"optimizer": "adagrad", "blocks": 2}, steps=4)
 
 
 def test_two_optimizer_groups_keep_their_settings(pool) -> None:

@@ -261,6 +261,51 @@ def test_rule_of_the_user_goes_before_what_is_traced() -> None:
         assert [(g.name, g.units) for g in found.groups] == [(f"blocks.{i}.branch.pairs", 12) for i in (0, 1)]
 
 
+class _SharedKeyValue(nn.Module):
+    """Queries of four heads, and one key and value for all of them, in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = 4, nn.Linear(12, 18), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([3 * self.heads, 3, 3], dim=-1)
+        q = q.unflatten(-1, (self.heads, 3)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k[:, None].expand_as(q), v[:, None].expand_as(q))
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_a_rule_that_leaves_entries_of_a_tensor_without_a_unit_is_refused() -> None:
+    @register_neurons(_SharedKeyValue)
+    def rule(_: nn.Module) -> list[Group]:
+        members = (Member("qkv.weight", 0, (4, 3)), Member("qkv.bias", 0, (4, 3)), Member("out.weight", 1, (4, 3)))
+        return [Group("heads", "heads", 4, members, "", ("heads",))]
+
+    model = nn.Sequential(_SharedKeyValue(), _SharedKeyValue())
+    with pytest.raises(ValueError, match=r"its units are only 12 of the 18 entries of 'qkv.weight' along dimension 0"):
+        neurons(model, example_inputs=torch.zeros(2, 5, 12))
+
+
+class _Activated(nn.Module):
+    """A gated MLP whose activation is a plain function."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_modules_that_differ_in_a_function_are_tried_apart(last: int) -> None:
+    softmax = _Activated(lambda x: x.softmax(-1))
+    model = nn.Sequential(*([_Activated(F.silu), softmax] if last else [softmax, _Activated(F.silu)]))
+    found = neurons(model, example_inputs=torch.zeros(2, 6), keep_ends=0)
+    assert {group.name.partition(".")[0] for group in found.groups} == {str(1 - last)}
+
+
 class _NormedHidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()

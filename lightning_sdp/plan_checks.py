@@ -1,4 +1,4 @@
-"""Whether the components of a plan are parts of a model, as a plan that comes from a file has to prove."""
+"""Whether a plan can be used: it leaves nothing without a holder, and its components are parts of the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,46 @@ import torch.nn as nn
 from lightning_sdp.components import Component, Discovery, discover
 from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.neurons import discover_groups
+
+
+def check_holders(pairs: Sequence[tuple[Component, Sequence[int]]], num_subnetworks: int, granularity: str) -> None:
+    """Checks what a plan says without knowing the model.
+
+    Args:
+        pairs: The components with their holders.
+        num_subnetworks: Number of workers N.
+        granularity: ``"block"`` or ``"neuron"``.
+
+    Raises:
+        ValueError: Something is wrong; see `MaskPlan`.
+    """
+    if type(num_subnetworks) is not int or num_subnetworks < 1:
+        raise ValueError(f"num_subnetworks={num_subnetworks!r} must be a number of workers, at least 1.")
+    if not pairs:
+        raise ValueError("The plan has no component.")
+    if len({component.name for component, _ in pairs}) < len(pairs):
+        raise ValueError("The plan names a component twice.")
+    dims: dict[str, int | None] = {}
+    served: dict[str, set[int]] = {}
+    for component, workers in pairs:
+        name = component.name
+        if not isinstance(workers, (list, tuple)) or not all(type(worker) is int for worker in workers):
+            raise ValueError(f"The plan's holders of {name!r} are {workers!r}: give a list of worker numbers.")
+        if not workers:
+            raise ValueError(f"The plan leaves component {name!r} without a holder: its parameters would be lost.")
+        if min(workers) < 0 or max(workers) >= num_subnetworks:
+            raise ValueError(f"The plan gives component {name!r} to workers {list(workers)}; N is {num_subnetworks}.")
+        for part in component.slices:
+            if dims.setdefault(part.name, part.dim) != part.dim:
+                raise ValueError(f"The plan cuts tensor {part.name!r} along more than one dimension.")
+        served.setdefault(component.group, set()).update(workers)
+    for group, holders in served.items() if granularity == "neuron" else ():
+        for worker in range(num_subnetworks):
+            if worker not in holders:
+                raise ValueError(
+                    f"The plan gives worker {worker} no chunk of {group!r}: every worker runs every layer, so that it "
+                    "needs at least one."
+                )
 
 
 def fit_groups(
@@ -33,10 +73,7 @@ def fit_groups(
                 f"{group.units} units."
             )
         for have, want in zip(planned, actual, strict=True):
-            if have.name != want.name or set(have.slices) != set(want.slices):
-                odd = sorted({part.name for part in set(have.slices) ^ set(want.slices)})
-                names = ", ".join(odd[:3]) or want.name
-                raise ValueError(f"The plan does not fit the model: component {have.name!r} differs in {names}.")
+            _require_same(have, want)
     return Discovery(tuple(components), (), reasons, tuple(groups), frozenset(padded))
 
 
@@ -68,8 +105,12 @@ def fit_blocks(
     names = [component.name for component in components]
     found = discover(module, "block", names, example_inputs=example_inputs, record=record)
     for planned, actual in zip(sorted(components, key=str), sorted(found.maskable, key=str), strict=True):
-        if planned.name != actual.name or set(planned.slices) != set(actual.slices):
-            odd = set(planned.slices) ^ set(actual.slices)
-            which = ", ".join(sorted(part.name for part in odd)[:3]) or actual.name
-            raise ValueError(f"The plan does not fit the model: component {planned.name!r} differs in {which}.")
+        _require_same(planned, actual)
     return found
+
+
+def _require_same(planned: Component, actual: Component) -> None:
+    odd = sorted({part.name for part in set(planned.slices) ^ set(actual.slices)})
+    if planned.name != actual.name or odd:
+        which = ", ".join(odd[:3]) or actual.name
+        raise ValueError(f"The plan does not fit the model: component {planned.name!r} differs in {which}.")

@@ -1,0 +1,76 @@
+"""What cannot be combined: options with one another, and a plan with what needs the whole model on every process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+
+from lightning_sdp.plan import MaskPlan
+from lightning_sdp.settings import one_of
+
+
+def check_options(
+    masking: str, eval_model: str, model_averaging_period: int, bucket_cap_mb: float, recalibrate_batchnorm: int
+) -> None:
+    """Checks a strategy's options beside its `MaskSettings`; see `SDPStrategy` for their meaning.
+
+    Raises:
+        ValueError: One is not understood, or two exclude each other.
+    """
+    one_of("eval_model", eval_model, ("full", "subnetwork"))
+    if masking == "backward" and eval_model == "subnetwork":
+        raise ValueError(
+            "eval_model='subnetwork' needs masking='forward': with 'backward' every worker runs the full model."
+        )
+    if type(model_averaging_period) is not int or model_averaging_period < 1:
+        raise ValueError(f"model_averaging_period={model_averaging_period!r} must be a number of steps, at least 1.")
+    if model_averaging_period > 1 and masking == "backward":
+        raise ValueError(
+            "model_averaging_period > 1 needs masking='forward': under backward masking all weights agree after "
+            "every step."
+        )
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
+    if recalibrate_batchnorm < 0:
+        raise ValueError(f"recalibrate_batchnorm={recalibrate_batchnorm} must be a number of batches, or 0 for off.")
+
+
+def require_compatible(
+    plan: MaskPlan,
+    masking: str,
+    model_averaging_period: int,
+    *,
+    syncs_batchnorm: bool,
+    scales_loss: bool,
+    callbacks: Sequence[Callback],
+) -> None:
+    """Refuses what needs the whole model, or equal gradients, on every process.
+
+    Args:
+        plan: Who holds what.
+        masking: ``"forward"`` or ``"backward"``.
+        model_averaging_period: Steps between averages of parameters; 1 averages gradients.
+        syncs_batchnorm: Whether BatchNorm is to be synchronized over all processes.
+        scales_loss: Whether a gradient scaler may skip steps.
+        callbacks: The trainer's callbacks.
+
+    Raises:
+        ValueError: Something of that is there.
+    """
+    if syncs_batchnorm and not plan.is_complete:
+        raise ValueError(
+            "sync_batchnorm=True synchronizes over all processes, but not all of them have every part of the model. "
+            "Use sync_batchnorm=False, or coverage=1."
+        )
+    if scales_loss and (model_averaging_period > 1 or not plan.is_complete):
+        raise ValueError(
+            "precision='16-mixed' scales the loss, and processes whose gradients differ would skip different steps. "
+            "Use precision='bf16-mixed', or coverage=1 and model_averaging_period=1."
+        )
+    averages = next((c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))), None)
+    if averages is not None and masking == "forward" and not plan.is_complete:
+        raise ValueError(
+            f"{type(averages).__name__} pairs parameters by their positions, but processes have different ones. Use "
+            "masking='backward', or average the full model in `with strategy.full_model()`."
+        )
