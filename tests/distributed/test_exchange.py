@@ -35,6 +35,7 @@ def exchange(granularity: str, workers: int) -> list[tuple[str, Any, Any]]:
 def move(net: Net, plan: MaskPlan, other: MaskPlan) -> list[tuple[str, Any, Any]]:
     """What the rank has after an exchange, and what it should have."""
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    groups = len(torch.distributed.distributed_c10d._pg_map)
     old = HolderGroups(plan, world, rank, torch.device("cpu"))
     new = HolderGroups(other, world, rank, torch.device("cpu"), previous=old)
     moves = Exchange(plan, old, new)
@@ -47,6 +48,7 @@ def move(net: Net, plan: MaskPlan, other: MaskPlan) -> list[tuple[str, Any, Any]
     before = dict(own)
     after = moves.run(own)
     new.destroy()
+    assert len(torch.distributed.distributed_c10d._pg_map) == groups
     assert not own
     results = []
     for name, value in values.items():
