@@ -479,5 +479,6 @@ class SDPStrategy(DDPStrategy):
 def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     layout = [f"{name} of shape {tuple(t.shape)} and {t.dtype}" for name, t in tensors]
-    layout += [f"component {c} held by workers {plan.holders(c.name)}" for c in plan.components]
+    layout += [f"component {c.name} held by workers {plan.holders(c.name)}" for c in plan.components]
+    layout += [f"{c.name} as {c.slices}, padded={c.padded}" for c in plan.components]
     return layout + [f"attributes {group.attributes} of {group.name}" for group in plan.groups]
