@@ -267,8 +267,13 @@ class MaskPlan:
             holders: Workers of every component, by its name.
 
         Raises:
-            ValueError: A component has no holder, or a holder is not one of the N workers.
+            ValueError: The holders are not possible; see `MaskPlan`.
         """
+        missing = [component.name for component in self.components if component.name not in holders]
+        if missing:
+            raise ValueError(
+                f"holders says nothing about component {missing[0]!r}: name the workers of every component."
+            )
         return MaskPlan(
             self.num_subnetworks,
             [(component, holders[component.name]) for component in self.components],

@@ -75,5 +75,6 @@ def test_every_rank_gets_what_it_newly_holds(pool, granularity: str, world: int)
     check(pool(world).run(exchange, granularity, world))
 
 
+@pytest.mark.slow
 def test_two_ranks_per_worker_get_what_they_newly_hold(pool) -> None:
     check(pool(4).run(exchange, "neuron", 2))

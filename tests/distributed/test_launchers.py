@@ -34,7 +34,7 @@ def reference() -> dict[str, str]:
     ("strategy", "arguments", "nodes", "processes"),
     [
         ("sdp", [*COMMAND, "sdp", "2"], 1, [0, 1]),
-        ("sdp_neuron", [*COMMAND, "sdp_neuron", "2"], 1, [0, 1]),
+        pytest.param("sdp_neuron", [*COMMAND, "sdp_neuron", "2"], 1, [0, 1], marks=pytest.mark.slow),
         ("sdp_spawn", [*COMMAND, "sdp_spawn", "2"], 1, [0]),  # The others end within fit.
         ("sdp_fork", [*COMMAND, "sdp_fork", "2"], 1, [0]),
         ("torchrun", [PROGRAM, "sdp", "2"], 1, [0, 1]),

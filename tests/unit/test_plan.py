@@ -211,6 +211,10 @@ def test_other_holders_of_the_same_components() -> None:
     assert seen == [set(holders_of(plan))] * 3
     with pytest.raises(ValueError, match="does not know the sizes"):
         small_plan(sizes=None).reassigned()
+    with pytest.raises(ValueError, match="balance='flops' is unknown"):
+        plan.reassigned(balance="flops")
+    with pytest.raises(ValueError, match="says nothing about component 'b'"):
+        small_plan().with_holders({"a": (0,), "c": (1,)})
 
 
 def _recorded(block: int, holders: list[int]) -> dict[str, Any]:
