@@ -100,18 +100,23 @@ class GradientMask:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Takes over what the user changed about the parameters since the last step: values, and what is frozen."""
+        """Takes over what the user froze or thawed."""
         for name, parameter in self.missing.items():
             if parameter.requires_grad:
                 self._wanted[name] = True
                 parameter.requires_grad_(False)
             parameter.grad = None
         for name, leaf in self.leaves.items():
-            leaf.copy_(self._held(name))
             leaf.requires_grad_(self._parameters[name].requires_grad)
             if leaf.requires_grad and name not in self._guards:
                 refuse = partial(_refuse_gradient, name)
                 self._guards[name] = self._parameters[name].register_post_accumulate_grad_hook(refuse)
+
+    @torch.no_grad()
+    def read_values(self) -> None:
+        """Takes over the parameters' values, which the user may have changed; has to be called before a step."""
+        for name, leaf in self.leaves.items():
+            leaf.copy_(self._held(name))
 
     @torch.no_grad()
     def write_back(self) -> None:

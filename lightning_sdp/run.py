@@ -61,6 +61,7 @@ class Run:
         self._full: FullModel | None = None
         self._refresh: Refresh | None = None
         self._accumulates = False
+        self._steps_now = False  # after a backward pass; in automatic optimization that runs within the step
         self._handles: list[Any] = []
         worker = groups.rank // groups.ranks_per_worker
         self.part: Subnetwork | GradientMask
@@ -116,18 +117,20 @@ class Run:
         if self.reducer is not None:
             self.reducer.finish()
             if self.mask is not None and self.reducer.enabled:
-                self.mask.follow()  # Lightning runs the backward pass within the optimizer's step
+                self.mask.read_values()
+                self._steps_now = True
 
     def _before_step(self) -> None:
-        """Takes over what the user did to weights after the backward pass."""
-        if self.mask is not None:
-            self.mask.follow()
+        """Takes over what the user did to weights after the backward pass, if that is not still to come."""
+        if self.mask is not None and self._steps_now:
+            self.mask.read_values()
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Makes weights equal again where an optimizer step calls for it; collective."""
         if self.averaging is not None:
             self.averaging.after_step(optimizer)
         if self.mask is not None and self._refresh is not None:
+            self._steps_now = False
             self.mask.write_back()
             self._refresh.run()
 
