@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_sdp.callbacks import BatchNormRecalibration
+from lightning_sdp.callbacks import BatchNormRecalibration, MaskingSchedule
 from lightning_sdp.components import (
     Component,
     Group,
@@ -24,6 +24,7 @@ __all__ = [
     "Component",
     "Group",
     "MaskPlan",
+    "MaskingSchedule",
     "Member",
     "ParamSlice",
     "SDPReference",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,25 +12,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdp.components import ParamSlice
+from lightning_sdp.gradient_mask import GradientMask
 from lightning_sdp.plan import MaskPlan
+from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.agreement import agree
+from lightning_sdp.sync.exchange import Held
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.transfer import receive, send
+
+Part = Subnetwork | GradientMask
 
 
 class OptimizerLayout:
     """The places that the full model's parameters have in the optimizers, and this rank's part of them.
 
     Built while the module has its full structure, so that the optimizers' groups are those of a plain run. It then
-    takes the missing parameters out of the optimizers.
+    leaves in the optimizers what this rank trains.
 
     Args:
         module: The module, whole.
         optimizers: Its optimizers, as `configure_optimizers` built them.
-        missing: The parameters that this rank lacks, by name.
+        part: This rank's part of the module.
         plan: Who holds what.
         groups: Holder sets and their process groups.
-        leaves: What the optimizers get in place of parameters, by their names.
 
     Attributes:
         needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
@@ -43,37 +47,100 @@ class OptimizerLayout:
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        missing: Mapping[str, Tensor],
+        part: Part,
         plan: MaskPlan,
         groups: HolderGroups,
-        leaves: Mapping[str, Tensor],
     ) -> None:
-        self._groups = groups
+        self._optimizers = list(optimizers)
+        self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        self._known = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._name_of = self._known
+        self._layout = [[self._names(group, i) for i, group in enumerate(o.param_groups)] for o in optimizers]
+        states = [self._pop_states(optimizer) for optimizer in optimizers]  # some have state from the start
+        self.follow(part, plan, groups)
+        for optimizer, own in zip(optimizers, states, strict=True):
+            for name in filter(part.trained.__contains__, own):
+                optimizer.state[part.trained[name]] = self._own_part(name, own[name])
+
+    def follow(self, part: Part, plan: MaskPlan, groups: HolderGroups) -> None:
+        """Puts what this rank trains in its recorded place in the optimizers, without state.
+
+        Args:
+            part: This rank's part of the module.
+            plan: Who holds what.
+            groups: Holder sets and their process groups.
+        """
+        self._groups, self._trained = groups, dict(part.trained)
         self._remote = [  # what rank 0 lacks, a component at a time
             (groups.component_holders[component.name], component.slices)
             for component in plan.components
             if 0 not in groups.component_holders[component.name]
         ]
         self.needs_others = bool(self._remote)
-        parameters = dict(module.named_parameters())
-        self._name_of = {id(tensor): name for name, tensor in [*parameters.items(), *leaves.items()]}
-        self._cut = {n: (layout, parameters[n].shape) for n, layout in groups.layouts.items() if n in parameters}
-        lacking = {id(tensor) for tensor in missing.values()}
-        self._layout: list[list[list[str]]] = []
-        for optimizer in optimizers:
-            self._layout.append([self._names(group, i) for i, group in enumerate(optimizer.param_groups)])
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) in lacking:
-                        optimizer.state.pop(parameter, None)
-                    elif parameter in optimizer.state:  # some optimizers have state from the start
-                        name = self._name_of[id(parameter)]
-                        optimizer.state[parameter] = self._own_part(name, optimizer.state[parameter])
-                held = [p for p in group["params"] if id(p) not in lacking]
-                group["params"] = [leaves.get(self._name_of[id(p)], p) for p in held]
-                for parameter, leaf in zip(held, group["params"], strict=True):
-                    if parameter is not leaf and parameter in optimizer.state:
-                        optimizer.state[leaf] = optimizer.state.pop(parameter)
+        self._name_of = self._known | {id(tensor): name for name, tensor in part.trained.items()}
+        self._cut = {n: (layout, self._shapes[n]) for n, layout in groups.layouts.items() if n in self._shapes}
+        for optimizer, layout in zip(self._optimizers, self._layout, strict=True):
+            for names, group in zip(layout, optimizer.param_groups, strict=True):
+                group["params"] = [part.trained[name] for name in names if name in part.trained]
+
+    def names_of(self, wanted: Container[str]) -> dict[int, str]:
+        """The names of this rank's tensors that are wanted, by their ``id``."""
+        return {id(tensor): name for name, tensor in self._trained.items() if name in wanted}
+
+    def require_recorded(self) -> None:
+        """Refuses parameters that the optimizers did not have at the start.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for layout, optimizer in zip(self._layout, self._optimizers, strict=True):
+            recorded = {name for names in layout for name in names}
+            names = [self._name_of.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+            added = next((name for name in names if name not in recorded), None)
+            if added is not None:
+                raise ValueError(
+                    f"Parameter {added!r} was added to the optimizer after training began; its place in the full "
+                    "model's optimizer state is not known. Build the optimizer in configure_optimizers from all "
+                    "parameters, and freeze some of them with requires_grad_(False)."
+                )
+
+    def _pop_states(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Takes the state of parameters out of an optimizer, by their names."""
+        states = {}
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            if parameter in optimizer.state:
+                states[self._name_of[id(parameter)]] = optimizer.state.pop(parameter)
+        return states
+
+    def take_states(self) -> dict[str, Held]:
+        """Takes this rank's state out of the optimizers, by parameter, in the form in which it can move."""
+        taken: dict[str, Held] = {}
+        for position, optimizer in enumerate(self._optimizers):
+            for name, state in self._pop_states(optimizer).items():
+                held = taken.setdefault(name, Held())
+                for key, value in state.items():
+                    if self._is_elementwise(name, value):
+                        held.tensors[f"{position}/{key}"] = value
+                    else:
+                        device = value.device if isinstance(value, Tensor) else None
+                        own = value.cpu() if isinstance(value, Tensor) else value
+                        held.facts[f"{position}/{key}"] = own, device is not None and device.type != "cpu"
+        return taken
+
+    def put_states(self, states: Mapping[str, Held]) -> None:
+        """Gives the optimizers the state of what this rank trains, as `take_states` returns it."""
+        for name, held in states.items():
+            values = dict(held.tensors)
+            values |= {k: v.to(self._groups.device) if moved else v for k, (v, moved) in held.facts.items()}
+            for place, value in values.items():
+                position, _, key = place.partition("/")
+                self._optimizers[int(position)].state[self._trained[name]][key] = value
+
+    def _is_elementwise(self, name: str, value: Any) -> bool:
+        """Whether a value of a parameter's state can move in parts, or as the parameter does: as a whole."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return False
+        return name not in self._cut or self._is_local(name, value)
 
     def _names(self, group: Mapping[str, Any], position: int) -> list[str]:
         names = [self._name_of.get(id(parameter)) for parameter in group["params"]]
@@ -103,6 +170,7 @@ class OptimizerLayout:
         numbers = {name: i for i, name in enumerate(name for names in layout for name in names)}
 
         def own_state() -> dict[int, Any]:
+            self.require_recorded()
             return self._own_state(optimizer, local, numbers)
 
         state = own_state() if not self.needs_others else agree(own_state, lambda _: ())
@@ -119,14 +187,8 @@ class OptimizerLayout:
         state: dict[int, Any] = {}
         for group, saved in zip(optimizer.param_groups, local["param_groups"], strict=True):
             for parameter, local_number in zip(group["params"], saved["params"], strict=True):
-                name = self._name_of.get(id(parameter), "")
-                if name not in numbers:
-                    raise ValueError(
-                        f"Parameter {name!r} was added to the optimizer after training began; its place in the full "
-                        "model's optimizer state is not known, so that no checkpoint can be written."
-                    )
                 if local_number in local["state"]:
-                    state[numbers[name]] = local["state"][local_number]
+                    state[numbers[self._name_of[id(parameter)]]] = local["state"][local_number]
         return state
 
     def _collect(self, state: dict[int, Any], numbers: Mapping[str, int]) -> dict[int, Any]:

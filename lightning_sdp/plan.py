@@ -17,7 +17,7 @@ from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.discovery import KeepEnds
 from lightning_sdp.costs import balanced_costs, component_sizes
 from lightning_sdp.layout import Run, TensorLayout, make_layout
-from lightning_sdp.plan_checks import check_holders, fit_blocks, fit_groups
+from lightning_sdp.plan_checks import check_holders, fit_blocks, fit_groups, require_same_components
 from lightning_sdp.plan_json import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -286,6 +286,18 @@ class MaskPlan:
             skips=self.skips,
             reasons=self.reasons,
         )
+
+    def with_holders_of(self, other: MaskPlan) -> MaskPlan:
+        """The same components of the same model, held as another plan says.
+
+        Args:
+            other: A plan for the same components and workers.
+
+        Raises:
+            ValueError: It is for other ones.
+        """
+        require_same_components(self, other)
+        return self.with_holders({c.name: other.holders(c.name) for c in self.components})
 
     def reassigned(
         self, *, coverage: float | Sequence[float] = 0.5, balance: str = "params", seed: int = 0

@@ -3,13 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
 from lightning_sdp.components import Component, Discovery, discover
 from lightning_sdp.components.calls import RecordCalls
 from lightning_sdp.components.neurons import discover_groups
+
+if TYPE_CHECKING:
+    from lightning_sdp.plan import MaskPlan
+
+
+def describe_plan(plan: MaskPlan) -> list[str]:
+    """A plan in lines, for ranks to compare."""
+    lines = [f"component {c.name} held by workers {plan.holders(c.name)}" for c in plan.components]
+    lines += [f"{c.name} as {c.slices}, padded={c.padded}" for c in plan.components]
+    return lines + [f"attributes {group.attributes} of {group.name}" for group in plan.groups]
+
+
+def describe_tensors(module: nn.Module) -> list[str]:
+    """The parameters and buffers of a model in lines, for ranks to compare."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [f"{name} of shape {tuple(t.shape)} and {t.dtype}" for name, t in tensors]
+
+
+def require_same_components(plan: MaskPlan, other: MaskPlan) -> None:
+    """Refuses a plan that says who holds the components of something else.
+
+    Args:
+        plan: The plan that fits.
+        other: The other one.
+
+    Raises:
+        ValueError: It has another granularity, other workers or other components.
+    """
+    instead = "To go on with it, save a checkpoint and resume from it with the other plan."
+    if other.granularity != plan.granularity:
+        raise ValueError(f"The plan is one of {other.granularity}s, but {plan.granularity}s are held. {instead}")
+    if other.num_subnetworks != plan.num_subnetworks:
+        raise ValueError(
+            f"The plan is for {other.num_subnetworks} workers, but there are {plan.num_subnetworks}. {instead}"
+        )
+    mine, theirs = [{c.name: (c.slices, c.padded) for c in each.components} for each in (plan, other)]
+    for name in mine:
+        if name not in theirs:
+            raise ValueError(f"The plan says nothing about component {name!r}. {instead}")
+        if mine[name] != theirs[name]:
+            raise ValueError(f"The plan has other entries in component {name!r}. {instead}")
+    for name in theirs:
+        if name not in mine:
+            raise ValueError(f"The plan has a component {name!r}, which the present one has not. {instead}")
 
 
 def check_holders(pairs: Sequence[tuple[Component, Sequence[int]]], num_subnetworks: int, granularity: str) -> None:

@@ -76,16 +76,78 @@ class SDPReference:
         self._clip_val, self._clip_algorithm = gradient_clip_val, gradient_clip_algorithm
         blocks = [component.name for component in plan.components if component.kind == "block"]
         self._skips: dict[str, Skip] = {name: plan.skip(name, module.get_submodule(name)) for name in blocks}
-        self._masks = {
-            name: [plan.element_mask(name, self._worker(r), p.shape) for r in range(self.world_size)]
-            for name, p in [*module.named_parameters(), *module.named_buffers()]
-        }
+        self._masks = self._masks_of(plan)
         self._norms = {
             n: m for n, m in module.named_modules() if isinstance(m, BatchNorm) and m.running_mean is not None
         }
         self._buffers = [{n: b.clone() for n, b in module.named_buffers()} for _ in range(self.world_size)]
         self._weights = [{n: p.detach().clone() for n, p in module.named_parameters()} for _ in range(self.world_size)]
         self._states: list[Any] = [defaultdict(dict) for _ in range(self.world_size)]
+
+    def _masks_of(self, plan: MaskPlan) -> dict[str, list[Tensor]]:
+        """For each tensor and rank the elements that it holds."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        ranks = range(self.world_size)
+        return {name: [plan.element_mask(name, self._worker(r), t.shape) for r in ranks] for name, t in tensors}
+
+    def replan(
+        self, plan: MaskPlan, masking: str | None = None, batches: Sequence[Sequence[Any]] | None = None
+    ) -> None:
+        """Goes on with another plan or in another regime, between two steps.
+
+        What a rank newly holds of buffers, and of the weights and optimizer state of local steps, is as the rank has it
+        that the old plan names as its source. With ``model_averaging_period`` > 1 the period ends first.
+
+        Args:
+            plan: Who holds what from now on, with the components of the present plan.
+            masking: ``"forward"`` or ``"backward"``; default: as before.
+            batches: For `install_buffers`, which is called where ranks run the full model now but did not before.
+        """
+        if self._steps % self._period:
+            self._end_period()
+        self._steps = 0
+        masking = masking or self.masking
+        ran_everything = self._everywhere()
+        if ran_everything:
+            self._share_buffers()
+        sources = [self._sources(plan, rank) for rank in range(self.world_size)]
+        self._buffers = [self._moved(own, self._buffers) for own in sources]
+        if self._period > 1:
+            self._weights = [self._moved(own, self._weights) for own in sources]
+            self._move_states(sources)
+        if not ran_everything and (masking == "backward" or plan.is_complete):
+            self.install_buffers(batches)
+            self._buffers = [{n: b.clone() for n, b in self.module.named_buffers()} for _ in range(self.world_size)]
+        self.plan, self.masking, self._masks = plan, masking, self._masks_of(plan)
+
+    def _sources(self, plan: MaskPlan, rank: int) -> dict[str, Tensor]:
+        """The rank from which each element comes that a rank has when the plan changes, by tensor name."""
+        sources = {name: torch.full(masks[rank].shape, rank) for name, masks in self._masks.items()}
+        worker, place = self._worker(rank), rank % self._ranks_per_worker
+        for component in self.plan.components:
+            if worker in plan.holders(component.name) and worker not in self.plan.holders(component.name):
+                source = self.plan.sources[component.name] * self._ranks_per_worker + place
+                for part in component.slices:
+                    whole, length = sources[part.name], part.stop - part.start
+                    (whole if part.dim is None else whole.narrow(part.dim, part.start, length)).fill_(source)
+        return sources
+
+    def _moved(self, sources: Mapping[str, Tensor], values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors by name, with each element as its source has it."""
+        names = values[0]
+        return {n: torch.stack([own[n] for own in values]).gather(0, sources[n][None])[0] for n in names}
+
+    def _move_states(self, sources: Sequence[Mapping[str, Tensor]]) -> None:
+        old = [{p: dict(state) for p, state in states.items()} for states in self._states]
+        for rank, own in enumerate(sources):
+            for name, p in self.module.named_parameters():
+                held = self._masks[name][rank].any()
+                told = old[rank if held else int(own[name].flatten()[0])].get(p, {})
+                for key, value in told.items():
+                    if isinstance(value, Tensor) and value.shape == p.shape and value.dim():
+                        zero = torch.zeros_like(value)
+                        value = self._moved(own, [{name: states.get(p, {}).get(key, zero)} for states in old])[name]
+                    self._states[rank][p][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _worker(self, rank: int) -> int:
         return rank // self._ranks_per_worker
@@ -213,14 +275,24 @@ class SDPReference:
             self.optimizer.step()
             self._weights[rank] = {name: p.detach().clone() for name, p in parameters.items()}
         self._steps += 1
-        means = {name: self._holders_mean(name, [own[name] for own in self._weights]) for name in parameters}
         if self._steps % self._period == 0:
-            self._weights = [{name: mean.clone() for name, mean in means.items()} for _ in self._weights]
-            if self._average_state:
-                self._average_states(parameters)
-        with torch.no_grad():
-            for name, p in parameters.items():
-                p.copy_(means[name])
+            self._end_period()
+        else:
+            self._show_means()
+
+    @torch.no_grad()
+    def _show_means(self) -> None:
+        """Gives the module the holders' means."""
+        for name, p in self.module.named_parameters():
+            p.copy_(self._holders_mean(name, [own[name] for own in self._weights]))
+
+    def _end_period(self) -> None:
+        """Averages weights, and perhaps optimizer state, over holders."""
+        self._show_means()
+        parameters = dict(self.module.named_parameters())
+        self._weights = [{name: p.detach().clone() for name, p in parameters.items()} for _ in self._weights]
+        if self._average_state:
+            self._average_states(parameters)
 
     def _holders_mean(self, name: str, values: Sequence[Tensor]) -> Tensor:
         masks = torch.stack([mask.to(values[0].dtype) for mask in self._masks[name]])
@@ -228,13 +300,13 @@ class SDPReference:
 
     def _average_states(self, parameters: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
-            first: dict[str, Any] = next((state[p] for state in self._states if p in state), {})
-            keys = [k for k, v in first.items() if isinstance(v, Tensor) and v.shape == p.shape and v.dim()]
+            known: dict[str, Any] = {k: v for state in self._states for k, v in state.get(p, {}).items()}
+            keys = [k for k, v in known.items() if isinstance(v, Tensor) and v.shape == p.shape and v.dim()]
             for key in keys:
-                values = [state[p].get(key, torch.zeros_like(p)) for state in self._states]
+                values = [state.get(p, {}).get(key, torch.zeros_like(p)) for state in self._states]
                 mean = self._holders_mean(name, values)
                 for state in self._states:
-                    if key in state[p]:
+                    if key in state.get(p, {}):
                         state[p][key] = mean.clone()
 
     def _average(self, name: str, grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdp.assemble import FullModel, share_initial_state
 from lightning_sdp.gradient_mask import GradientMask
+from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.averaging import PeriodicAveraging
 from lightning_sdp.sync.buffers import BufferSync
+from lightning_sdp.sync.exchange import Exchange, Held
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
 from lightning_sdp.sync.refresh import Refresh
+
+_DATA, _TRAINS = "data", "requires_grad"  # beside optimizer state, what moves when the plan changes
 
 
 class Run:
@@ -50,30 +55,43 @@ class Run:
         to_device: Callable[[], None],
     ) -> None:
         share_initial_state(module, groups)
-        self.groups = groups
-        self.everywhere = plan.is_complete
-        self._order = [name for name, _ in module.named_parameters()]
-        self.buffers = BufferSync(module, groups, self.everywhere or masking == "backward")
-        self.subnetwork: Subnetwork | None = None
-        self.mask: GradientMask | None = None
+        self.module = module
         self.reducer: GradientReducer | None = None
         self.averaging: PeriodicAveraging | None = None
-        self._full: FullModel | None = None
-        self._refresh: Refresh | None = None
+        self._order = [name for name, _ in module.named_parameters()]
+        self._averaging: tuple[int, bool, float] | None = None
         self._accumulates = False
         self._steps_now = False  # after a backward pass; in automatic optimization that runs within the step
+        self._has_gradients = False
         self._handles: list[Any] = []
+        self.buffers = BufferSync(module, groups, plan.is_complete or masking == "backward")
+        self._take_part(plan, masking, groups, to_device)
+
+    def _take_part(
+        self,
+        plan: MaskPlan,
+        masking: str,
+        groups: HolderGroups,
+        to_device: Callable[[], None] = lambda: None,
+        stored: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Makes a whole module this worker's part of it; with ``stored``, one without data of what they are."""
         worker = groups.rank // groups.ranks_per_worker
+        self.groups, self.plan, self.everywhere = groups, plan, plan.is_complete
+        self.subnetwork: Subnetwork | None = None
+        self.mask: GradientMask | None = None
+        self._full: FullModel | None = None
+        self._refresh: Refresh | None = None
         self.part: Subnetwork | GradientMask
         if masking == "backward":
             to_device()
-            self.part = self.mask = GradientMask(module, plan, worker)
-            self._refresh = Refresh(dict(module.named_parameters()), plan, groups)
+            self.part = self.mask = GradientMask(self.module, plan, worker)
+            self._refresh = Refresh(dict(self.module.named_parameters()), plan, groups)
         else:
-            self.part = self.subnetwork = Subnetwork(module, plan, worker)
+            self.part = self.subnetwork = Subnetwork(self.module, plan, worker)
             self._full = FullModel(self.subnetwork, plan, groups, self.buffers)
             try:
-                self.subnetwork.carve(groups.device)
+                self.subnetwork.carve(groups.device, stored)
                 to_device()
             except BaseException:  # memory that ran out, say
                 self.subnetwork.abandon()
@@ -86,15 +104,13 @@ class Run:
             after = optimizer.register_step_post_hook(lambda own, *_: self._after_step(own))
             self._handles += [before, after]
 
-    def average_gradients(self, bucket_cap_mb: float) -> None:
-        """Averages gradients over their holders in every step."""
-        self.reducer = GradientReducer(self.part.trained, self._order, self.groups, bucket_cap_mb)
-
-    def average_parameters(self, period: int, average_state: bool, bucket_cap_mb: float) -> None:
-        """Averages parameters over their holders every few steps."""
-        self.averaging = PeriodicAveraging(
-            self.part.trained, self._order, self.groups, period, average_state, bucket_cap_mb
-        )
+    def average(self, period: int, average_state: bool, bucket_cap_mb: float) -> None:
+        """Averages gradients over their holders in every step, or parameters every few steps; see `SDPStrategy`."""
+        self._averaging = (period, average_state, bucket_cap_mb)
+        if period == 1:
+            self.reducer = GradientReducer(self.part.trained, self._order, self.groups, bucket_cap_mb)
+        else:
+            self.averaging = PeriodicAveraging(self.part.trained, self._order, self.groups, *self._averaging)
 
     # one step
 
@@ -109,6 +125,7 @@ class Run:
 
     def before_backward(self, loss: Tensor) -> None:
         """Has to be called before every backward pass, on every rank."""
+        self._has_gradients = True
         if self.reducer is not None:
             self.reducer.prepare(loss)
 
@@ -127,6 +144,7 @@ class Run:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Makes weights equal again where an optimizer step calls for it; collective."""
+        self._has_gradients = False
         if self.averaging is not None:
             self.averaging.after_step(optimizer)
         if self.mask is not None and self._refresh is not None:
@@ -146,6 +164,80 @@ class Run:
             yield
         finally:
             self._accumulates = False
+
+    # another plan
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients wait for an optimizer step."""
+        return not self._has_gradients
+
+    def end_period(self, optimizers: Sequence[Optimizer]) -> None:
+        """Ends a period of local steps early; collective."""
+        if self.averaging is not None:
+            self.averaging.end_period(optimizers)
+
+    @torch.no_grad()
+    def replan(self, plan: MaskPlan, masking: str, layout: OptimizerLayout) -> None:
+        """Goes on with another plan: what ranks hold moves from the old holders to the new ones; collective.
+
+        Between two steps, at the end of a period. The full model is open if it will be run from now on, otherwise it
+        is closed.
+
+        Args:
+            plan: Who will hold what; it has the components of the present plan.
+            masking: ``"forward"`` or ``"backward"``.
+            layout: Of the optimizers.
+        """
+        assert self._averaging is not None
+        if self.reducer is not None:
+            self.reducer.remove()
+        for parameter in [*self.module.parameters(), *self.part.leaves.values()]:
+            parameter.grad = None
+        is_whole = self.mask is not None or self.everywhere or self.is_open
+        if not self.is_open and is_whole:
+            self.buffers.before_forward()
+        old = self.groups
+        groups = HolderGroups(plan, len(old.world), old.rank, old.device, old.timeout, previous=old)
+        exchange = Exchange(self.plan, old, groups)
+        states = layout.take_states()
+        moved = exchange.run(self._give_up(exchange, is_whole, states))
+        for name, held in moved.items():
+            self._tensor(name).requires_grad_(held.facts.pop(_TRAINS))
+        runs_everything = plan.is_complete or masking == "backward"
+        self.buffers = BufferSync(self.module, groups, runs_everything, None if is_whole else self.buffers.full)
+        stored = {name: held.tensors.pop(_DATA) for name, held in moved.items() if _DATA in held.tensors}
+        self._take_part(plan, masking, groups, stored=stored)
+        layout.follow(self.part, plan, groups)
+        layout.put_states(states | moved)
+        self.average(*self._averaging)
+
+    def _give_up(self, exchange: Exchange, is_whole: bool, states: dict[str, Held]) -> dict[str, Held]:
+        """Leaves the module with its full structure, and gives away what the rank has of tensors that may move.
+
+        Their states are taken from ``states``. Values go along unless the module has all of them.
+        """
+        held: dict[str, Held] = {}
+        for name in filter(exchange.had, exchange.names):
+            tensor = self._tensor(name)
+            held[name] = states.pop(name, Held())
+            held[name].facts[_TRAINS] = tensor.requires_grad
+            if not is_whole:
+                held[name].tensors[_DATA] = tensor.detach()
+        if self.subnetwork is not None:
+            self.subnetwork.give_up()
+        elif self.mask is not None:
+            self.mask.remove()
+        return held
+
+    def _tensor(self, name: str) -> Tensor:
+        owner, _, key = name.rpartition(".")
+        module = self.module.get_submodule(owner)
+        tensor: Tensor | None = module._parameters.get(key)
+        if tensor is None:
+            tensor = module._buffers[key]
+        assert tensor is not None
+        return tensor
 
     # the full model
 

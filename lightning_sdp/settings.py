@@ -115,9 +115,32 @@ class MaskSettings:
             )
         return self.num_subnetworks
 
-    def record(self, plan: MaskPlan) -> dict[str, Any]:
-        """What a checkpoint remembers of the plan: plain values, so that it loads without this package."""
-        return {"plan": plan.to_json(), "settings": self._plan_settings(plan.num_subnetworks)}
+    def record(self, base: MaskPlan, plan: MaskPlan, masking: str) -> dict[str, Any]:
+        """What a checkpoint remembers of the plan: plain values, so that it loads without this package.
+
+        Args:
+            base: The plan that training began with.
+            plan: The present one.
+            masking: The present regime.
+        """
+        record = {"plan": base.to_json(), "settings": self._plan_settings(base.num_subnetworks)}
+        if plan != base or masking != self.masking:
+            record["current"] = {"plan": plan.to_json(), "masking": masking, "masking_at_start": self.masking}
+        return record
+
+    def resumed(self, base: MaskPlan, record: Mapping[str, Any] | None) -> tuple[MaskPlan, str]:
+        """The plan and the regime to go on with: those of the checkpoint if its run began as this one does.
+
+        Args:
+            base: The plan that training begins with.
+            record: What a checkpoint remembers.
+        """
+        current = (record or {}).get("current")
+        if record is None or current is None or current["masking_at_start"] != self.masking:
+            return base, self.masking
+        if MaskPlan.from_json(record["plan"]) != base:
+            return base, self.masking
+        return base.with_holders_of(MaskPlan.from_json(current["plan"])), current["masking"]
 
     def _plan_settings(self, workers: int) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in _PLAN_FIELDS} | {"num_subnetworks": workers}

@@ -22,19 +22,28 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
-from lightning_sdp.callbacks import BackwardMasking, BatchNormRecalibration, ForwardMasking
+from lightning_sdp.callbacks import BatchNormRecalibration
 from lightning_sdp.callbacks.batchnorm import update_statistics
-from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MaskingMode
+from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MODES, MaskingMode
 from lightning_sdp.elementwise import AVERAGED, require_elementwise, require_separate
 from lightning_sdp.limits import check_options, require_compatible
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
+from lightning_sdp.plan_checks import describe_plan, describe_tensors
 from lightning_sdp.precision import clip_locally, clip_over_the_world
 from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
 from lightning_sdp.run import Run
-from lightning_sdp.settings import MaskSettings, require_real_parameters, require_running, runs_without_data
+from lightning_sdp.settings import (
+    MASKINGS,
+    MaskSettings,
+    one_of,
+    require_real_parameters,
+    require_running,
+    runs_without_data,
+)
 from lightning_sdp.sync.agreement import agree
+from lightning_sdp.sync.buffers import tracked_batchnorms
 from lightning_sdp.sync.groups import HolderGroups
 
 
@@ -90,6 +99,8 @@ class SDPStrategy(DDPStrategy):
 
     Attributes:
         plan: Who holds what; a `MaskPlan` from setup on.
+        masking: The regime, ``"forward"`` or ``"backward"``; `replan` changes both.
+        initial_plan: The plan that the arguments lead to, with which training begins.
 
     Raises:
         ValueError: An argument is not understood.
@@ -159,6 +170,8 @@ class SDPStrategy(DDPStrategy):
         self._checkpoint_record: Mapping[str, Any] | None = None
         self._lost: tuple[str, ...] = ()
         self.plan = None
+        self.masking = masking
+        self.initial_plan: MaskPlan | None = None
         self._layout: OptimizerLayout | None = None  # outlives a run: the user may save a checkpoint after it
         self._reset()
 
@@ -175,7 +188,7 @@ class SDPStrategy(DDPStrategy):
         super().connect(model)
         callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, MaskingMode) for callback in callbacks):
-            callbacks.insert(0, BackwardMasking() if self.settings.masking == "backward" else ForwardMasking())
+            callbacks.insert(0, MODES[self.masking]())
 
     def setup(self, trainer: Trainer) -> None:
         """Carves the model down to this worker's subnetwork before it moves to the device; collective.
@@ -193,26 +206,24 @@ class SDPStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         record = partial(record_training_calls, trainer, module) if fitting and self.record_inputs else None
-        self.plan = agree(
+        self.initial_plan = agree(
             lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record, record),
-            lambda plan: _fingerprint(plan, module),
+            lambda plan: [*describe_tensors(module), *describe_plan(plan)],
         )
-        require_compatible(
-            self.plan,
-            self.settings.masking,
-            self.model_averaging_period,
-            syncs_batchnorm=self._layer_sync is not None,
-            scales_loss=getattr(self.precision_plugin, "scaler", None) is not None,
-            callbacks=trainer.callbacks,  # type: ignore[attr-defined]
+        base = self.initial_plan
+        self.plan, masking = agree(
+            lambda: self.settings.resumed(base, self._checkpoint_record), lambda now: [*describe_plan(now[0]), now[1]]
         )
+        self._set_masking(masking)
+        self._require_compatible(self.plan, masking)
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
-        can_run = self.plan.layouts and self.settings.masking == "forward" and runs_without_data(module)
+        can_run = self.plan.layouts and masking == "forward" and runs_without_data(module)
 
         def start() -> None:
             assert self.plan is not None
-            self._run = Run(module, self.plan, self.settings.masking, groups, self.model_to_device)
+            self._run = Run(module, self.plan, masking, groups, self.model_to_device)
 
         try:
             agree(start, lambda _: ())
@@ -225,16 +236,31 @@ class SDPStrategy(DDPStrategy):
         if can_run:
             agree(lambda: require_running(module), lambda _: ())
         if fitting:
-            if self.model_averaging_period == 1:
-                run.average_gradients(self.bucket_cap_mb)
-            else:
-                run.average_parameters(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb)
+            run.average(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb)
             self._build_optimizers(trainer, run)
             self._add_recalibration(trainer, run)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         rank_zero_info(summary(self.plan, len(groups)))
+
+    def _set_masking(self, masking: str) -> None:
+        """Puts a regime's callback in the place of the other's."""
+        self.masking = masking
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
+        for i, callback in enumerate(callbacks):
+            if isinstance(callback, MaskingMode) and not isinstance(callback, MODES[masking]):
+                callbacks[i] = MODES[masking]()
+
+    def _require_compatible(self, plan: MaskPlan, masking: str) -> None:
+        require_compatible(
+            plan,
+            masking,
+            self.model_averaging_period,
+            syncs_batchnorm=self._layer_sync is not None,
+            scales_loss=getattr(self.precision_plugin, "scaler", None) is not None,
+            callbacks=self.lightning_module.trainer.callbacks,  # type: ignore[union-attr]
+        )
 
     def _build_optimizers(self, trainer: Trainer, run: Run) -> None:
         """Lets the user build the optimizers for the full model, and leaves in them what this worker trains."""
@@ -249,15 +275,19 @@ class SDPStrategy(DDPStrategy):
                 agree(lambda: require_elementwise(self.optimizers, names_of, AVERAGED), lambda _: ())
             if not self.plan.is_complete:
                 agree(lambda: require_separate(self.optimizers), lambda _: ())
-            self._layout = OptimizerLayout(
-                module, self.optimizers, run.part.missing, self.plan, run.groups, run.part.leaves
-            )
+            self._layout = OptimizerLayout(module, self.optimizers, run.part, self.plan, run.groups)
         run.follow_optimizers(self.optimizers)
-        if not run.everywhere and run.averaging is None:
+        self._set_clipping(run)
+
+    def _set_clipping(self, run: Run) -> None:
+        if run.everywhere or run.averaging is not None:
+            clip_locally(self.precision_plugin)
+        else:
             clip_over_the_world(self.precision_plugin, run.part.trained, run.groups)
 
     def _add_recalibration(self, trainer: Trainer, run: Run) -> None:
-        if not run.buffers.widths:
+        assert self.lightning_module is not None
+        if not tracked_batchnorms(self.lightning_module):
             return
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         own = next((c for c in callbacks if isinstance(c, BatchNormRecalibration)), None)
@@ -267,6 +297,72 @@ class SDPStrategy(DDPStrategy):
         if own is not None:
             own.reset()
         self._recalibration = own
+
+    # another plan
+
+    def replan(self, plan: MaskPlan | str, masking: str | None = None) -> None:
+        """Goes on training with another plan or in another regime; collective, between two steps.
+
+        Parameters, optimizer state and buffers move from the old holders directly to the new ones. Where a regime in
+        which workers run the full model follows one in which they do not, the full model is opened for it. With
+        ``model_averaging_period`` > 1 the period ends first.
+
+        Args:
+            plan: Who will hold what: `strategy.plan.reassigned(...)`, say, or the path of a plan's JSON.
+            masking: ``"forward"`` or ``"backward"``; default: as before.
+
+        Raises:
+            RuntimeError: Nothing is being trained.
+            ValueError: On every rank: the plan is not one of the same components and workers, gradients wait for an
+                optimizer step, or something of the run does not go with the plan or the regime.
+        """
+        run, layout, module = self._run, self._layout, self.lightning_module
+        if run is None or layout is None or module is None or self._interrupted:
+            raise RuntimeError("strategy.replan changes a running training: call it in a hook of one.")
+        masking = masking or self.masking
+        new = agree(lambda: self._checked(plan, masking, run, layout), lambda new: [*describe_plan(new), masking])
+        if new == self.plan and masking == self.masking:
+            return
+        was_open = run.is_open
+        self.close_full_model()
+        run.end_period(self.optimizers)
+        if new.is_complete or masking == "backward":
+            self.open_full_model()
+        if run.mask is not None or run.everywhere:
+            self._stale_statistics = False
+        run.replan(new, masking, layout)
+        if self._recalibration is not None and not run.buffers.widths:
+            self._recalibration.reset()
+        self.plan = new
+        self._set_masking(masking)
+        self._set_clipping(run)
+        if was_open:
+            self.open_full_model()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the plan can change now: a model is being trained, and no gradients wait for an optimizer step."""
+        return self._run is not None and self._layout is not None and self._run.is_between_steps
+
+    def _checked(self, plan: MaskPlan | str, masking: str, run: Run, layout: OptimizerLayout) -> MaskPlan:
+        """The plan to go on with, if that is possible."""
+        assert self.plan is not None
+        one_of("masking", masking, MASKINGS)
+        new = self.plan.with_holders_of(MaskPlan.load(plan) if isinstance(plan, str) else plan)
+        if not run.is_between_steps:
+            raise ValueError(
+                "The plan can change only between two steps, but gradients are being accumulated. Call "
+                "strategy.replan after an optimizer step, or use a MaskingSchedule, which waits for it."
+            )
+        check_options(
+            masking, self.eval_model, self.model_averaging_period, self.bucket_cap_mb, self.recalibrate_batchnorm
+        )
+        self._require_compatible(new, masking)
+        layout.require_recorded()
+        require_elementwise(self.optimizers, layout.names_of(new.layouts))
+        if not new.is_complete:
+            require_separate(self.optimizers)
+        return new
 
     # training
 
@@ -281,6 +377,9 @@ class SDPStrategy(DDPStrategy):
         """Runs the user's training step on this worker's subnetwork."""
         if self._run is not None:
             self._run.before_forward()
+            if self._run.buffers.widths and self._recalibration is not None:
+                assert self.lightning_module is not None
+                self._recalibration.keep(self.lightning_module)
         self._stale_statistics = True
         return super().training_step(*args, **kwargs)
 
@@ -367,7 +466,9 @@ class SDPStrategy(DDPStrategy):
 
     def plan_record(self) -> dict[str, Any]:
         """What a checkpoint remembers of the plan, so that a resumed run keeps it."""
-        return {} if self.plan is None else self.settings.record(self.plan)
+        if self.plan is None or self.initial_plan is None:
+            return {}
+        return self.settings.record(self.initial_plan, self.plan, self.masking)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective while training, and complete on rank 0.
@@ -474,11 +575,3 @@ class SDPStrategy(DDPStrategy):
             self._recalibration.reset()
         self._checkpoint_record = None
         self._reset()
-
-
-def _fingerprint(plan: MaskPlan, module: LightningModule) -> list[str]:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    layout = [f"{name} of shape {tuple(t.shape)} and {t.dtype}" for name, t in tensors]
-    layout += [f"component {c.name} held by workers {plan.holders(c.name)}" for c in plan.components]
-    layout += [f"{c.name} as {c.slices}, padded={c.padded}" for c in plan.components]
-    return layout + [f"attributes {group.attributes} of {group.name}" for group in plan.groups]

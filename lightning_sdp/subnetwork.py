@@ -31,6 +31,17 @@ from lightning_sdp.layout import TensorLayout
 from lightning_sdp.plan import MaskPlan
 
 
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Replaces a tensor's data by data of any shape.
+
+    A graph of an earlier forward that someone keeps alive remembers the old shape, and would refuse gradients of the
+    new one; only a change of dtype makes autograd start anew.
+    """
+    if tensor.requires_grad and tensor.shape != data.shape:
+        tensor.data = torch.empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
+    tensor.data = data
+
+
 def stand_in(like: Tensor, device: torch.device | None = None) -> Tensor:
     """One element expanded to the shape of a tensor: NaN, or zero where the dtype has none."""
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
@@ -75,25 +86,26 @@ class _CutTensor:
         self.grad: Tensor | None = None
 
     def cut(self) -> None:
-        self.tensor.data = self.layout.take(self.tensor.data, self.worker)
+        set_data(self.tensor, self.layout.take(self.tensor.data, self.worker))
 
     def attach(self) -> None:
         self.local, self.grad = self.tensor.data, self.tensor.grad
         self.tensor.grad = None
-        self.tensor.data = self._stand_in(self.local)
+        set_data(self.tensor, self._stand_in(self.local))
 
     def release(self) -> None:
         """Forgets the full data, and keeps the worker's part of it if that was to replace what it had."""
         if self.local is None:
             self.cut()
             self.local = self.tensor.data
-        self.tensor.data = self._stand_in(self.local)
+        set_data(self.tensor, self._stand_in(self.local))
 
     def detach(self) -> None:
         self.release()
         assert self.local is not None
         self.tensor.grad = None
-        self.tensor.data, self.local = self.local, None
+        set_data(self.tensor, self.local)
+        self.local = None
         self.tensor.grad, self.grad = self.grad, None
 
     def _stand_in(self, like: Tensor) -> Tensor:
@@ -123,6 +135,7 @@ class Subnetwork:
         self.module = module
         lacking = plan.missing_on(worker)
         tensors: dict[str, Tensor] = dict([*module.named_parameters(), *module.named_buffers()])
+        self._tensors = tensors
         self.missing = {part.name: tensors[part.name] for c in lacking for part in c.slices if part.dim is None}
         self._cut = {
             name: _CutTensor(tensors[name], layout, worker)
@@ -150,20 +163,30 @@ class Subnetwork:
         """Whether the worker lacks parameters that train."""
         return any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in self.missing.values())
 
-    def carve(self, device: torch.device | None = None) -> None:
+    def carve(self, device: torch.device | None = None, stored: Mapping[str, Tensor] | None = None) -> None:
         """Frees the data of what is missing and detaches it.
 
         Args:
             device: Where the stand-ins live; the device that held tensors will move to.
+            stored: What the worker is to store, by name, where the module has no data of it.
         """
-        self._device = device
+        self._device, stored = device, stored or {}
         for tensor in self.missing.values():
             self._forget(tensor)
-        for cut in self._cut.values():
-            cut.cut()
+        for name, data in stored.items():
+            set_data(self._tensors[name], data)
+        for name, cut in self._cut.items():
+            if name not in stored:
+                cut.cut()
             cut.tensor.grad = None
             cut.attach()  # so that `detach` finds what it expects
         self.detach()
+
+    def give_up(self) -> None:
+        """Gives the module its full structure for good: stand-ins for what is missing or cut, or the full data."""
+        self.attach()
+        for cut in self._cut.values():
+            cut.local = cut.grad = None
 
     def local(self, name: str) -> Tensor:
         """What the worker stores of a cut tensor."""

@@ -2,5 +2,6 @@
 
 from lightning_sdp.callbacks.batchnorm import BatchNormRecalibration
 from lightning_sdp.callbacks.masking import BackwardMasking, ForwardMasking
+from lightning_sdp.callbacks.schedule import MaskingSchedule
 
-__all__ = ["BackwardMasking", "BatchNormRecalibration", "ForwardMasking"]
+__all__ = ["BackwardMasking", "BatchNormRecalibration", "ForwardMasking", "MaskingSchedule"]

@@ -43,6 +43,7 @@ class BatchNormRecalibration(Callback):
         self.num_batches = num_batches
         self._latest: deque[tuple[Any, int]] = deque(maxlen=num_batches)
         self._arrived: Any = None
+        self._batch_idx = 0
         self._modes: dict[nn.Module, bool] = {}
 
     @property
@@ -57,15 +58,19 @@ class BatchNormRecalibration(Callback):
         self._modes = {}
 
     def record(self, batch: Any) -> None:
-        """Remembers a training batch as the dataloader gave it, before its transfer to the device."""
+        """Takes a training batch as the dataloader gave it, before its transfer to the device."""
         self._arrived = batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps the batch that arrived, and which modules are in train mode."""
+        """Learns the number of the batch."""
+        self._batch_idx = batch_idx
+
+    def keep(self, module: LightningModule) -> None:
+        """Remembers the batch that arrived, and which modules are in train mode."""
         if self._arrived is not None:
-            self._latest.append((self._arrived, batch_idx))
-        self._arrived = None
-        self._modes = {module: module.training for module in pl_module.modules()}
+            self._latest.append((self._arrived, self._batch_idx))
+            self._arrived = None
+            self._modes = {module: module.training for module in module.modules()}
 
     def estimate(self, trainer: Trainer, module: LightningModule, names: list[str]) -> dict[str, Weighted]:
         """Statistics of the open full model on this rank's latest batches; local.

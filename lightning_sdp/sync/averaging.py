@@ -53,10 +53,19 @@ class PeriodicAveraging:
         steps = (self._steps.get(id(optimizer), 0) + 1) % self._period
         self._steps[id(optimizer)] = steps
         if steps == 0:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._average({self._name_of[id(p)]: p for p in parameters if id(p) in self._name_of})
-            if self._average_state:
-                self._average_states(optimizer, parameters)
+            self._end_period(optimizer)
+
+    def end_period(self, optimizers: Iterable[Optimizer]) -> None:
+        """Averages early what optimizers trained since the last average; collective."""
+        for optimizer in optimizers:
+            if self._steps.pop(id(optimizer), 0):
+                self._end_period(optimizer)
+
+    def _end_period(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._average({self._name_of[id(p)]: p for p in parameters if id(p) in self._name_of})
+        if self._average_state:
+            self._average_states(optimizer, parameters)
 
     def _average_states(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Averages what any rank has state for; one without, because it did not use a parameter, counts with zero."""

@@ -96,20 +96,23 @@ class BufferSync:
         groups: Holder sets and their process groups.
         everywhere: Whether every rank runs the full model. Then all buffers are shared, BatchNorm's statistics as well,
             as under DDP.
+        full: BatchNorm's statistics of the full model, by buffer name; default: those that the module has.
 
     Attributes:
+        full: BatchNorm's statistics of the full model, where they are kept beside local ones, by buffer name.
         widths: Channels of each BatchNorm with local statistics, by name; none at full coverage.
     """
 
-    def __init__(self, module: nn.Module, groups: HolderGroups, everywhere: bool) -> None:
+    def __init__(
+        self, module: nn.Module, groups: HolderGroups, everywhere: bool, full: Mapping[str, Tensor] | None = None
+    ) -> None:
         self._groups = groups
         self._owners = {name: (_owner(module, name), name.rpartition(".")[2]) for name, _ in module.named_buffers()}
         norms = {} if everywhere else tracked_batchnorms(module)
         self.widths = {name: int(bn.num_features) for name, bn in norms.items()}  # type: ignore[arg-type]
         self._local = {name for name in self._owners if name.rpartition(".")[0] in self.widths}
-        self._full: dict[str, Tensor] = {
-            name: self._get(name).detach().clone() for name in self._owners if self._is_statistic(name)
-        }
+        statistics = [name for name in self._owners if self._is_statistic(name)]
+        self.full = {name: self._get(name).detach().clone() if full is None else full[name] for name in statistics}
         self._saved: dict[str, Tensor] = {}
         self._spread_sets: dict[tuple[int, ...], list[tuple[str, Part | None]]] = {}
         for name in self._owners:
@@ -173,20 +176,20 @@ class BufferSync:
             name: self._get(name)
             for name in self._owners
             if self._groups.holders(name) == self._groups.world
-            and name not in self._full
+            and name not in self.full
             and name not in self._groups.layouts
         }
         if everyone and self._groups.world_group is not None:
             self._spread(everyone, 0, self._groups.world_group)
-        self.adopt(self._full)
+        self.adopt(self.full)
 
     def set_full(self, statistics: Statistics) -> None:
         """Makes statistics the full model's, and installs them; the full model is open."""
         for name, (mean, variance) in statistics.items():
             for key, value in (("running_mean", mean), ("running_var", variance)):
-                old = self._full[f"{name}.{key}"]
-                self._full[f"{name}.{key}"] = value.to(old.dtype)
-        self.adopt(self._full)
+                old = self.full[f"{name}.{key}"]
+                self.full[f"{name}.{key}"] = value.to(old.dtype)
+        self.adopt(self.full)
 
     def holders_mean(self) -> Statistics:
         """The holders' own statistics combined, each holder with the same weight; collective, while open."""
@@ -207,7 +210,7 @@ class BufferSync:
         layout = self._groups.layouts.get(name)
         if layout is None:
             return local
-        full = torch.zeros_like(self._full[name])
+        full = torch.zeros_like(self.full[name])
         layout.put(local, full, self._groups.rank)
         return full
 
@@ -218,8 +221,8 @@ class BufferSync:
     @contextmanager
     def full_statistics_in_place(self) -> Iterator[None]:
         """Puts the full model's statistics in the module's place for a block of code, without copying."""
-        own = {name: self._get(name) for name in self._full}
-        for name, value in self._full.items():
+        own = {name: self._get(name) for name in self.full}
+        for name, value in self.full.items():
             owner, key = self._owners[name]
             owner._buffers[key] = value
         try:

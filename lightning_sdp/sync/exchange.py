@@ -76,6 +76,10 @@ class Exchange:
         """The tensors that belong to components."""
         return list(self._parts)
 
+    def had(self, name: str) -> bool:
+        """Whether this rank held a tensor, or a part of it, under the old plan."""
+        return any(before for _, before, _ in self._parts[name])
+
     @torch.no_grad()
     def run(self, own: dict[str, Held]) -> dict[str, Held]:
         """Moves everything; collective over the world.

@@ -45,7 +45,7 @@ class HolderGroups:
         timeout: timedelta | None = None,
         previous: HolderGroups | None = None,
     ) -> None:
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.timeout = rank, device, timeout
         self.world: Ranks = tuple(range(world_size))
         self.ranks_per_worker = world_size // plan.num_subnetworks
         self._tensor_holders = {name: self.ranks_of(workers) for name, workers in plan.tensor_holders().items()}
