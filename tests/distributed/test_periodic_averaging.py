@@ -47,6 +47,43 @@ def test_batchnorm_at_full_coverage_equals_the_reference(pool) -> None:
         torch.testing.assert_close(results[0]["full"][name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
+def count_sent(sdp: dict[str, Any], steps: int) -> int:
+    """Elements that this rank puts into sums during training."""
+    world, rank, sent = torch.distributed.get_world_size(), torch.distributed.get_rank(), 0
+    original = torch.distributed.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.numel()
+        return original(tensor, *args, **kwargs)
+
+    class Count(Callback):
+        def on_train_epoch_start(self, *_: Any) -> None:
+            torch.distributed.all_reduce = counted
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            torch.distributed.all_reduce = original
+
+    try:
+        run = trainer(world, SDPStrategy(**sdp), max_epochs=1, callbacks=[Count()])
+        run.fit(make("mlp"), loader(batches("mlp", rank, steps)))
+    finally:
+        torch.distributed.all_reduce = original
+    return sent
+
+
+@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+def test_the_traffic_falls_by_the_period(pool, sdp: dict[str, Any]) -> None:
+    every = pool(3).run(count_sent, sdp, 12)
+    for period in (3, 4):
+        rarely = pool(3).run(count_sent, {**sdp, "model_averaging_period": period}, 12)
+        for a, b in zip(every, rarely, strict=True):
+            assert 0.9 * a / period <= b <= a / period  # without use flags and padding
+    both = pool(3).run(count_sent, {**sdp, "model_averaging_period": 4, "average_optimizer_state": True}, 12)
+    for a, b in zip(every, both, strict=True):
+        assert 0.9 * 3 * a / 4 <= b <= 3 * a / 4  # two moments of Adam along
+
+
 def fit_and_look(sdp: dict[str, Any], validate: bool) -> dict[str, Any]:
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     net, seen = make("gqa", blocks=2), []

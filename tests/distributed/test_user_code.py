@@ -12,9 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.func import functional_call
 
-from lightning_sdp import BatchNormRecalibration, SDPStrategy
-from tests.distributed.runs import trainer
-from tests.models import Net, batches, loader, same_state
+from lightning_sdp import BatchNormRecalibration, SDPReference, SDPStrategy
+from tests.distributed.runs import plan_for, trainer
+from tests.models import SHAPES, Net, batches, loader, same_state
 
 FORWARD = {"coverage": 0.5, "keep_ends": 0}
 BACKWARD = {**FORWARD, "masking": "backward"}
@@ -58,6 +58,70 @@ def test_a_raw_optimizer_steps_like_a_wrapped_one(pool, sdp: dict[str, Any]) -> 
         assert same_state(a, b) and same_state(b, raw[0])
     start = seeded(Manual, True).state_dict()
     assert all(not torch.equal(raw[0][name], value) for name, value in start.items())
+
+
+class TwoOptimizers(Net):
+    """The first blocks and the rest learn from different losses in turn, as the halves of a GAN do."""
+
+    def __init__(self, toggles: bool = False) -> None:
+        super().__init__("mlp", blocks=4)
+        self.toggles, self.automatic_optimization = toggles, False
+
+    def halves(self) -> list[list[str]]:
+        names = [name for name, _ in self.named_parameters()]
+        first = [name for name in names if name.startswith(("stem", "blocks.0", "blocks.1"))]
+        return [first, [name for name in names if name not in first]]
+
+    def configure_optimizers(self) -> Any:
+        parameters = dict(self.named_parameters())
+        return [torch.optim.AdamW([parameters[n] for n in half], lr=0.01, eps=1e-3) for half in self.halves()]
+
+    def loss(self, batch: Any, turn: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], label_smoothing=0.2 * turn)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for turn, optimizer in enumerate(self.optimizers()):
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch, turn))
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+
+def fit_two_optimizers(sdp: dict[str, Any], toggles: bool) -> tuple[dict[str, Tensor], list[bool]]:
+    net = seeded(TwoOptimizers, toggles)
+    full = run(net, sdp, batches("mlp", torch.distributed.get_rank(), 4))
+    return full, [parameter.requires_grad for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+@pytest.mark.parametrize("sdp", [FORWARD, {**FORWARD, "granularity": "neuron"}, BACKWARD, NEURON])
+def test_two_optimizers_in_turn_equal_the_reference(pool, sdp: dict[str, Any], toggles: bool) -> None:
+    results = pool(3).run(fit_two_optimizers, sdp, toggles)
+    net = seeded(TwoOptimizers)
+    parameters, optimizers = dict(net.named_parameters()), net.configure_optimizers()
+    plan = plan_for(net, 3, sdp, torch.zeros(2, *SHAPES["mlp"], dtype=torch.float64))
+    ref = SDPReference(net, plan, optimizers[0], masking=sdp.get("masking", "forward"))
+    data = [batches("mlp", rank, 4) for rank in range(3)]
+    for step in range(4):
+        for turn, (names, optimizer) in enumerate(zip(net.halves(), optimizers, strict=True)):
+            grads: dict[str, list[Tensor | None]] = {name: [] for name in names}
+            for rank, own in enumerate(data):
+                net.zero_grad()
+                with ref.subnetwork(rank):
+                    net.loss(own[step], turn).backward()
+                for name in names:
+                    grads[name].append(parameters[name].grad)
+            for name, own_grads in grads.items():
+                masks = [plan.element_mask(name, rank, parameters[name].shape).double() for rank in range(3)]
+                total = sum(g * mask for g, mask in zip(own_grads, masks, strict=True) if g is not None)
+                parameters[name].grad = total / sum(masks)
+            optimizer.step()
+    for full, train in results:
+        assert all(train)
+        torch.testing.assert_close(full, net.state_dict(), rtol=1e-10, atol=1e-10)
 
 
 class Normalized(Net):
