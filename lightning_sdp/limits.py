@@ -9,9 +9,16 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.settings import one_of
 
+REDUCE_DTYPES = (None, "bfloat16", "float16", "float32", "float64")
+
 
 def check_options(
-    masking: str, eval_model: str, model_averaging_period: int, bucket_cap_mb: float, recalibrate_batchnorm: int
+    masking: str,
+    eval_model: str,
+    model_averaging_period: int,
+    bucket_cap_mb: float,
+    reduce_dtype: str | None,
+    recalibrate_batchnorm: int,
 ) -> None:
     """Checks a strategy's options beside its `MaskSettings`; see `SDPStrategy` for their meaning.
 
@@ -30,6 +37,12 @@ def check_options(
             "model_averaging_period > 1 needs masking='forward': under backward masking all weights agree after "
             "every step."
         )
+    one_of("reduce_dtype", reduce_dtype, REDUCE_DTYPES)
+    if reduce_dtype is not None and model_averaging_period > 1:
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype!r} is for gradients, which do not travel with model_averaging_period > 1: "
+            "leave one of them out."
+        )
     if bucket_cap_mb <= 0:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive.")
     if recalibrate_batchnorm < 0:
@@ -39,20 +52,16 @@ def check_options(
 def require_compatible(
     plan: MaskPlan,
     masking: str,
-    model_averaging_period: int,
     *,
     syncs_batchnorm: bool,
-    scales_loss: bool,
     callbacks: Sequence[Callback],
 ) -> None:
-    """Refuses what needs the whole model, or equal gradients, on every process.
+    """Refuses what needs the whole model on every process.
 
     Args:
         plan: Who holds what.
         masking: ``"forward"`` or ``"backward"``.
-        model_averaging_period: Steps between averages of parameters; 1 averages gradients.
         syncs_batchnorm: Whether BatchNorm is to be synchronized over all processes.
-        scales_loss: Whether a gradient scaler may skip steps.
         callbacks: The trainer's callbacks.
 
     Raises:
@@ -62,11 +71,6 @@ def require_compatible(
         raise ValueError(
             "sync_batchnorm=True synchronizes over all processes, but not all of them have every part of the model. "
             "Use sync_batchnorm=False, or coverage=1."
-        )
-    if scales_loss and (model_averaging_period > 1 or not plan.is_complete):
-        raise ValueError(
-            "precision='16-mixed' scales the loss, and processes whose gradients differ would skip different steps. "
-            "Use precision='bf16-mixed', or coverage=1 and model_averaging_period=1."
         )
     averages = next((c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))), None)
     if averages is not None and masking == "forward" and not plan.is_complete:

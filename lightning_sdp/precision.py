@@ -1,13 +1,15 @@
-"""Gradient clipping that agrees between ranks that hold different parameters."""
+"""Gradient clipping and loss scaling that agree between ranks that hold different parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -82,6 +84,42 @@ def clip_over_the_world(plugin: Precision, held: Mapping[str, Tensor], groups: H
         clip_grad_norm_(plugin.main_params(optimizer), clip_val, owned=owned, group=group, device=device)
 
     plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+
+class WorldGradScaler(ShardedGradScaler):
+    """A gradient scaler that skips a step on all ranks if any gradient of any rank is infinite.
+
+    Args:
+        own: The scaler whose place it takes, and whose state it goes on with.
+        group: The process group of all ranks.
+    """
+
+    def __init__(self, own: torch.amp.GradScaler, group: dist.ProcessGroup) -> None:
+        super().__init__(own._device, process_group=group)
+        self.own = own
+        self.load_state_dict(own.state_dict())
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        """For optimizers that unscale in their own step, such as fused ones."""
+        found = super()._check_inf_per_device(optimizer)
+        for value in found.values():
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.process_group)
+        return found
+
+
+def scale_over_the_world(plugin: Precision, groups: HolderGroups) -> None:
+    """Lets a precision plugin that scales the loss skip steps on all ranks alike; `scale_locally` undoes it."""
+    own = getattr(plugin, "scaler", None)
+    if own is not None and own.is_enabled() and groups.world_group is not None:
+        plugin.scaler = WorldGradScaler(own, groups.world_group)  # type: ignore[attr-defined]
+
+
+def scale_locally(plugin: Precision) -> None:
+    """Gives a precision plugin its own scaler back, in the state that was reached."""
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, WorldGradScaler):
+        scaler.own.load_state_dict(scaler.state_dict())
+        plugin.scaler = scaler.own  # type: ignore[attr-defined]
 
 
 def clip_locally(plugin: Precision) -> None:

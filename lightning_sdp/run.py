@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,23 @@ from lightning_sdp.sync.reducer import GradientReducer
 from lightning_sdp.sync.refresh import Refresh
 
 _DATA, _TRAINS = "data", "requires_grad"  # beside optimizer state, what moves when the plan changes
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How holders average; see `SDPStrategy`.
+
+    Attributes:
+        period: Steps between averages of parameters; with 1, gradients are averaged in every step.
+        average_state: Whether optimizer state is averaged along with parameters.
+        bucket_cap_mb: Size of a message, in MiB.
+        reduce_dtype: In which dtype gradients travel; ``None``: their own.
+    """
+
+    period: int
+    average_state: bool
+    bucket_cap_mb: float
+    reduce_dtype: torch.dtype | None
 
 
 class Run:
@@ -59,7 +77,7 @@ class Run:
         self.reducer: GradientReducer | None = None
         self.averaging: PeriodicAveraging | None = None
         self._order = [name for name, _ in module.named_parameters()]
-        self._averaging: tuple[int, bool, float] | None = None
+        self._averaging: Averaging | None = None
         self._accumulates = False
         self._steps_now = False  # after a backward pass; in automatic optimization that runs within the step
         self._has_gradients = False
@@ -104,13 +122,14 @@ class Run:
             after = optimizer.register_step_post_hook(lambda own, *_: self._after_step(own))
             self._handles += [before, after]
 
-    def average(self, period: int, average_state: bool, bucket_cap_mb: float) -> None:
-        """Averages gradients over their holders in every step, or parameters every few steps; see `SDPStrategy`."""
-        self._averaging = (period, average_state, bucket_cap_mb)
-        if period == 1:
-            self.reducer = GradientReducer(self.part.trained, self._order, self.groups, bucket_cap_mb)
+    def average(self, how: Averaging) -> None:
+        """Averages gradients over their holders in every step, or parameters every few steps."""
+        self._averaging = how
+        trained, order, groups = self.part.trained, self._order, self.groups
+        if how.period == 1:
+            self.reducer = GradientReducer(trained, order, groups, how.bucket_cap_mb, how.reduce_dtype)
         else:
-            self.averaging = PeriodicAveraging(self.part.trained, self._order, self.groups, *self._averaging)
+            self.averaging = PeriodicAveraging(trained, order, groups, how.period, how.average_state, how.bucket_cap_mb)
 
     # one step
 
@@ -144,13 +163,17 @@ class Run:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Makes weights equal again where an optimizer step calls for it; collective."""
-        self._has_gradients = False
+        self.after_optimizer_step()
         if self.averaging is not None:
             self.averaging.after_step(optimizer)
         if self.mask is not None and self._refresh is not None:
             self._steps_now = False
             self.mask.write_back()
             self._refresh.run()
+
+    def after_optimizer_step(self) -> None:
+        """Has to be called after every step, also one that was skipped; gradients have been used then."""
+        self._has_gradients = False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -210,7 +233,7 @@ class Run:
         self._take_part(plan, masking, groups, stored=stored)
         layout.follow(self.part, plan, groups)
         layout.put_states(states | moved)
-        self.average(*self._averaging)
+        self.average(self._averaging)
 
     def _give_up(self, exchange: Exchange, is_whole: bool, states: dict[str, Held]) -> dict[str, Held]:
         """Leaves the module with its full structure, and gives away what the rank has of tensors that may move.

@@ -147,7 +147,7 @@ class MaskSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
-def one_of(argument: str, value: Any, choices: Sequence[str]) -> None:
+def one_of(argument: str, value: Any, choices: Sequence[str | None]) -> None:
     """Refuses a value that is not one of the choices.
 
     Raises:

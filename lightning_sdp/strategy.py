@@ -30,10 +30,10 @@ from lightning_sdp.limits import check_options, require_compatible
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.plan_checks import describe_plan, describe_tensors
-from lightning_sdp.precision import clip_locally, clip_over_the_world
+from lightning_sdp.precision import clip_locally, clip_over_the_world, scale_locally, scale_over_the_world
 from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
-from lightning_sdp.run import Run
+from lightning_sdp.run import Averaging, Run
 from lightning_sdp.settings import (
     MASKINGS,
     MaskSettings,
@@ -82,6 +82,8 @@ class SDPStrategy(DDPStrategy):
             clipped by their local norm; evaluation and checkpoints see the holders' mean.
         average_optimizer_state: Whether optimizer state is averaged along with parameters, where k > 1.
         bucket_cap_mb: Gradients are averaged in buckets of about this size, in MiB.
+        reduce_dtype: In which dtype gradients travel: ``"bfloat16"``, ``"float16"``, ``"float32"`` or ``"float64"``;
+            ``None`` is each one's own.
         find_unused_parameters: Accepted so that a DDP configuration carries over. Unused parameters are always handled.
         eval_model: What validation, test and prediction run: the ``"full"`` model, or each worker's ``"subnetwork"``.
         recalibrate_batchnorm: Training batches per rank that re-estimate BatchNorm's statistics for the full model; 0
@@ -124,6 +126,7 @@ class SDPStrategy(DDPStrategy):
         model_averaging_period: int = 1,
         average_optimizer_state: bool = False,
         bucket_cap_mb: float = 25,
+        reduce_dtype: str | None = None,
         find_unused_parameters: bool | None = None,
         eval_model: str = "full",
         recalibrate_batchnorm: int = 16,
@@ -150,7 +153,7 @@ class SDPStrategy(DDPStrategy):
             plan=plan,
             seed=seed,
         )
-        check_options(masking, eval_model, model_averaging_period, bucket_cap_mb, recalibrate_batchnorm)
+        check_options(masking, eval_model, model_averaging_period, bucket_cap_mb, reduce_dtype, recalibrate_batchnorm)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -164,6 +167,7 @@ class SDPStrategy(DDPStrategy):
         self.model_averaging_period = model_averaging_period
         self.average_optimizer_state = average_optimizer_state
         self.bucket_cap_mb = bucket_cap_mb
+        self.reduce_dtype = reduce_dtype
         self.eval_model = eval_model
         self.recalibrate_batchnorm = recalibrate_batchnorm
         self.record_inputs = record_inputs
@@ -236,7 +240,8 @@ class SDPStrategy(DDPStrategy):
         if can_run:
             agree(lambda: require_running(module), lambda _: ())
         if fitting:
-            run.average(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb)
+            dtype = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
+            run.average(Averaging(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb, dtype))
             self._build_optimizers(trainer, run)
             self._add_recalibration(trainer, run)
         self.setup_precision_plugin()
@@ -256,9 +261,7 @@ class SDPStrategy(DDPStrategy):
         require_compatible(
             plan,
             masking,
-            self.model_averaging_period,
             syncs_batchnorm=self._layer_sync is not None,
-            scales_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             callbacks=self.lightning_module.trainer.callbacks,  # type: ignore[union-attr]
         )
 
@@ -277,6 +280,7 @@ class SDPStrategy(DDPStrategy):
                 agree(lambda: require_separate(self.optimizers), lambda _: ())
             self._layout = OptimizerLayout(module, self.optimizers, run.part, self.plan, run.groups)
         run.follow_optimizers(self.optimizers)
+        scale_over_the_world(self.precision_plugin, run.groups)
         self._set_clipping(run)
 
     def _set_clipping(self, run: Run) -> None:
@@ -355,7 +359,12 @@ class SDPStrategy(DDPStrategy):
                 "strategy.replan after an optimizer step, or use a MaskingSchedule, which waits for it."
             )
         check_options(
-            masking, self.eval_model, self.model_averaging_period, self.bucket_cap_mb, self.recalibrate_batchnorm
+            masking,
+            self.eval_model,
+            self.model_averaging_period,
+            self.bucket_cap_mb,
+            self.reduce_dtype,
+            self.recalibrate_batchnorm,
         )
         self._require_compatible(new, masking)
         layout.require_recorded()
@@ -398,6 +407,13 @@ class SDPStrategy(DDPStrategy):
         """Averages even if this rank's backward pass reached none of its parameters."""
         if self._run is not None:
             self._run.after_backward()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Takes a step, or skips it, as a gradient scaler may."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._run is not None:
+            self._run.after_optimizer_step()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -571,6 +587,7 @@ class SDPStrategy(DDPStrategy):
             self._lost = run.lost()
             run.end()
         clip_locally(self.precision_plugin)
+        scale_locally(self.precision_plugin)
         if self._recalibration is not None:
             self._recalibration.reset()
         self._checkpoint_record = None

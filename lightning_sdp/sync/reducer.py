@@ -101,8 +101,10 @@ class _PartSlot:
 class _FlatBucket:
     """A bucket's storage: gradients, then one use flag per parameter."""
 
-    def __init__(self, spec: Bucket, params: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self.scale = group, 1.0 / len(spec.holders)
+    def __init__(
+        self, spec: Bucket, params: Mapping[str, Tensor], group: dist.ProcessGroup, reduce_dtype: torch.dtype | None
+    ) -> None:
+        self.group, self.scale, self._reduce_dtype = group, 1.0 / len(spec.holders), reduce_dtype
         align = max(_ALIGN // spec.dtype.itemsize, 1)
         offsets, size = [], 0
         for entry in spec.entries:
@@ -111,6 +113,7 @@ class _FlatBucket:
         device = params[spec.entries[0].name].device
         self.flat = torch.zeros(size + len(spec.entries), dtype=spec.dtype, device=device)
         self.flags = self.flat[size:]
+        self._sent = self.flat
         self.slots = []
         for position, (entry, offset) in enumerate(zip(spec.entries, offsets, strict=True)):
             param = params[entry.name]
@@ -132,17 +135,31 @@ class _FlatBucket:
             self.flags[slot.position] = 0
             if slot.view is not None:
                 slot.view.zero_()
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self._sent = self.flat if self._reduce_dtype is None else self.flat.to(self._reduce_dtype)
+        self.work = dist.all_reduce(self._sent, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Waits for the averages."""
+        self.work.wait()
+        if self._sent is not self.flat:
+            self.flat.copy_(self._sent)
+        self._sent = self.flat
 
 
 class _PartBucket:
     """A bucket of parts of parameters; it has storage only while it travels."""
 
     def __init__(
-        self, spec: Bucket, params: Mapping[str, Tensor], groups: HolderGroups, group: dist.ProcessGroup
+        self,
+        spec: Bucket,
+        params: Mapping[str, Tensor],
+        groups: HolderGroups,
+        group: dist.ProcessGroup,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.group, self.scale = group, 1.0 / len(spec.holders)
-        self._dtype, self._device = spec.dtype, params[spec.entries[0].name].device
+        self._dtype, self._device = reduce_dtype or spec.dtype, params[spec.entries[0].name].device
         self._size = 0
         self._storage: Tensor | None = None
         self.slots = []
@@ -200,18 +217,24 @@ class GradientReducer:
         order: All parameter names of the full model, in registration order, the same on every rank.
         groups: Holder sets and their process groups.
         bucket_cap_mb: A bucket is closed at this size, in MiB.
+        reduce_dtype: In which dtype gradients travel; default: each in its own.
 
     Attributes:
         enabled: Whether backward passes average; off while micro-batches accumulate.
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], order: list[str], groups: HolderGroups, bucket_cap_mb: float = 25
+        self,
+        params: Mapping[str, Tensor],
+        order: list[str],
+        groups: HolderGroups,
+        bucket_cap_mb: float = 25,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._index = {name: i for i, name in enumerate(order)}
         self._shared = {n: p for n, p in params.items() if len(groups.holders(n)) > 1}
         self._groups = groups
-        self._cap_bytes = int(bucket_cap_mb * 2**20)
+        self._cap_bytes, self._reduce_dtype = int(bucket_cap_mb * 2**20), reduce_dtype
         self._late: dict[str, None] = {}
         self._stale_layout = False
         self.enabled = True
@@ -237,10 +260,11 @@ class GradientReducer:
         self._buckets = []
         for spec in specs:
             group = self._groups.group(spec.holders)
+            reduce_dtype = self._reduce_dtype if spec.dtype.is_floating_point else None
             if spec.cut:
-                self._buckets.append(_PartBucket(spec, self._shared, self._groups, group))
+                self._buckets.append(_PartBucket(spec, self._shared, self._groups, group, reduce_dtype))
             else:
-                self._buckets.append(_FlatBucket(spec, self._shared, group))
+                self._buckets.append(_FlatBucket(spec, self._shared, group, reduce_dtype))
             for slot in self._buckets[-1].slots:
                 self._slots.setdefault(slot.name, []).append(slot)
                 if isinstance(slot, _Slot):
@@ -306,7 +330,7 @@ class GradientReducer:
         self._launch(all_remaining=True)
         flat = [bucket for bucket in self._buckets if isinstance(bucket, _FlatBucket) and bucket.active]
         for bucket in flat:
-            bucket.work.wait()
+            bucket.arrive()
         for bucket in flat:
             self._settle_unused(bucket)
             bucket.work = None

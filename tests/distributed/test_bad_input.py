@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_sdp import Group, MaskPlan, Member, SDPStrategy, register_neurons
 from tests.distributed.pool import Pool
@@ -109,8 +108,6 @@ def build(model: str, rank: int) -> Net:
 def fit(sdp: dict[str, Any], model: str = "mlp", on_one_rank: dict[str, Any] | None = None, **options: Any) -> str:
     world, rank = dist.get_world_size(), dist.get_rank()
     net = build(model, rank)
-    if options.pop("scaler", False):
-        options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     if "callback" in options:
         options["callbacks"] = [options.pop("callback")()]
     strategy = SDPStrategy(**{**sdp, **(on_one_rank or {} if rank == 1 else {})})
@@ -270,25 +267,16 @@ def test_models_that_cannot_be_trained(pool: Pools, model: str, message: str) ->
     check(pool(2), message, {"coverage": 0.5}, model=model)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sync_batchnorm": True}, "sync_batchnorm=True synchronizes over all processes"),
-        ({"scaler": True}, "precision='16-mixed' scales the loss"),
-    ],
-)
 @pytest.mark.parametrize("granularity", ["block", "neuron"])
-def test_options_of_the_trainer_that_need_the_whole_model(
-    pool: Pools, granularity: str, options: dict[str, Any], message: str
-) -> None:
-    check(pool(2), message, {"coverage": 0.5, "granularity": granularity}, model="conv", **options)
+def test_options_of_the_trainer_that_need_the_whole_model(pool: Pools, granularity: str) -> None:
+    message = "sync_batchnorm=True synchronizes over all processes"
+    check(pool(2), message, {"coverage": 0.5, "granularity": granularity}, model="conv", sync_batchnorm=True)
     assert pool(2).run(fit, {"coverage": 1.0}, model="conv") == ["2 steps"] * 2
 
 
 @pytest.mark.parametrize(
     ("sdp", "case", "message"),
     [
-        ({"coverage": 1.0, "model_averaging_period": 2}, {"scaler": True}, "or coverage=1 and model_averaging_period"),
         ({"coverage": 0.5}, {"callback": EMAWeightAveraging}, "EMAWeightAveraging pairs parameters by their"),
         ({"coverage": 0.5}, {"callback": partial(StochasticWeightAveraging, 0.1)}, "StochasticWeightAveraging pairs"),
         ({"coverage": 0.5}, {"model": "lbfgs"}, "LBFGS updates all parameters together"),

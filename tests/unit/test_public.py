@@ -52,6 +52,7 @@ ARGUMENTS = [
     ("model_averaging_period", 1),
     ("average_optimizer_state", False),
     ("bucket_cap_mb", 25),
+    ("reduce_dtype", None),
     ("find_unused_parameters", None),
     ("eval_model", "full"),
     ("recalibrate_batchnorm", 16),
