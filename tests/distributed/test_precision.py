@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -146,12 +147,12 @@ def test_half_precision_stays_near_the_reference(pool, sdp: dict[str, Any], prec
     results = pool(3).run(fit_half, sdp, precision)
     expected = reference(3, 3, sdp, "mlp", 6, {"dtype": torch.float32}, gradient_clip_val=0.5)
     start = make("mlp", dtype=torch.float32).state_dict()
-    slack = 1.2 if precision == "16-true" else 0.2  # Adam's second moments vanish in float16
-    for name, value in expected.module.state_dict().items():
-        mine = results[0][name]
+    wanted = torch.cat([(value - start[name]).flatten() for name, value in expected.module.state_dict().items()])
+    moved = torch.cat([(results[0][name].float() - value).flatten() for name, value in start.items()])
+    # Adam's second moments vanish in float16, so that steps are longer.
+    assert F.cosine_similarity(moved, wanted, dim=0) > (0.6 if precision == "16-true" else 0.97)
+    for name, mine in results[0].items():
         assert mine.dtype == {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
-        moved = (value - start[name]).norm()
-        assert (mine.float() - value).norm() < slack * moved + 0.01 * value.norm(), name
         assert all(torch.equal(result[name], mine) for result in results)
 
 
