@@ -32,7 +32,7 @@ from lightning_sdp.plan import MaskPlan
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Replaces a tensor's data by data of any shape.
+    """Replaces a tensor's data by data of any shape, which is to be trained.
 
     A graph of an earlier forward that someone keeps alive remembers the old shape, and would refuse gradients of the
     new one; only a change of dtype makes autograd start anew.
@@ -91,14 +91,14 @@ class _CutTensor:
     def attach(self) -> None:
         self.local, self.grad = self.tensor.data, self.tensor.grad
         self.tensor.grad = None
-        set_data(self.tensor, self._stand_in(self.local))
+        self.tensor.data = self._stand_in(self.local)
 
     def release(self) -> None:
         """Forgets the full data, and keeps the worker's part of it if that was to replace what it had."""
         if self.local is None:
             self.cut()
             self.local = self.tensor.data
-        set_data(self.tensor, self._stand_in(self.local))
+        self.tensor.data = self._stand_in(self.local)
 
     def detach(self) -> None:
         self.release()
