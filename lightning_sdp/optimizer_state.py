@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class OptimizerLayout:
         self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         self._known = {id(parameter): name for name, parameter in module.named_parameters()}
         self._name_of = self._known
-        self._layout = [[self._names(group, i) for i, group in enumerate(o.param_groups)] for o in optimizers]
+        self._layout = self._record()
         states = [self._pop_states(optimizer) for optimizer in optimizers]  # some have state from the start
         self.follow(part, plan, groups)
         for optimizer, own in zip(optimizers, states, strict=True):
@@ -70,7 +71,7 @@ class OptimizerLayout:
             plan: Who holds what.
             groups: Holder sets and their process groups.
         """
-        self._groups, self._trained = groups, dict(part.trained)
+        self._part, self._plan, self._groups, self._trained = part, plan, groups, dict(part.trained)
         self._remote = [  # what rank 0 lacks, a component at a time
             (groups.component_holders[component.name], component.slices)
             for component in plan.components
@@ -100,9 +101,28 @@ class OptimizerLayout:
             if added is not None:
                 raise ValueError(
                     f"Parameter {added!r} was added to the optimizer after training began; its place in the full "
-                    "model's optimizer state is not known. Build the optimizer in configure_optimizers from all "
-                    "parameters, and freeze some of them with requires_grad_(False)."
+                    "model's optimizer state is not known. Add it on every process within `with "
+                    "trainer.strategy.plain_structure():`, or freeze it at the start instead of leaving it out."
                 )
+
+    @contextmanager
+    def in_plain_form(self, module: nn.Module) -> Iterator[None]:
+        """The structure of a plain run for a block of code, which may add parameter groups.
+
+        What this rank lacks, or has in part, has no data meanwhile. State stays where it is.
+        """
+        with self._part.whole_structure():
+            parameters = dict(module.named_parameters())
+            for layout, optimizer in zip(self._layout, self._optimizers, strict=True):
+                for names, group in zip(layout, optimizer.param_groups, strict=True):
+                    group["params"] = [parameters[name] for name in names]
+            yield
+            self._layout = self._record()
+        self.follow(self._part, self._plan, self._groups)
+
+    def _record(self) -> list[list[list[str]]]:
+        """The names in each group of each optimizer."""
+        return [[self._names(group, i) for i, group in enumerate(o.param_groups)] for o in self._optimizers]
 
     def _pop_states(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """Takes the state of parameters out of an optimizer, by their names."""

@@ -302,6 +302,22 @@ class Run:
         if self.reducer is not None:
             self.reducer.enabled = True
 
+    def load_state_dict(self, load: Callable[[], None]) -> None:
+        """Loads a full state dict into a carved module; collective.
+
+        Args:
+            load: Loads it into the full model.
+        """
+        was_open = self.is_open
+        if not was_open:
+            self.open()
+        load()
+        self.buffers.take_loaded()
+        if self.averaging is not None:
+            self.averaging.restart()
+        if not was_open:
+            self.close()
+
     def state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective, and complete on rank 0."""
         assert self._full is not None

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
 from lightning_sdp.callbacks import BatchNormRecalibration
 from lightning_sdp.callbacks.batchnorm import update_statistics
+from lightning_sdp.callbacks.finetuning import show_own_structure, show_plain_structure
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MODES, MaskingMode
 from lightning_sdp.elementwise import AVERAGED, require_elementwise, require_separate
 from lightning_sdp.limits import check_options, require_compatible
@@ -280,6 +281,7 @@ class SDPStrategy(DDPStrategy):
                 agree(lambda: require_separate(self.optimizers), lambda _: ())
             self._layout = OptimizerLayout(module, self.optimizers, run.part, self.plan, run.groups)
         run.follow_optimizers(self.optimizers)
+        show_plain_structure(trainer.callbacks, self.plain_structure)  # type: ignore[attr-defined]
         scale_over_the_world(self.precision_plugin, run.groups)
         self._set_clipping(run)
 
@@ -301,6 +303,16 @@ class SDPStrategy(DDPStrategy):
         if own is not None:
             own.reset()
         self._recalibration = own
+
+    @contextmanager
+    def plain_structure(self) -> Iterator[None]:
+        """The structure of module and optimizers in a plain run, to add parameter groups, say; on every rank alike.
+
+        Parameters that this rank lacks or has in part have their full shape, but no data.
+        """
+        module = self.lightning_module
+        with nullcontext() if self._layout is None or module is None else self._layout.in_plain_form(module):
+            yield
 
     # another plan
 
@@ -410,6 +422,8 @@ class SDPStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Takes a step, or skips it, as a gradient scaler may."""
+        if self._layout is not None:
+            self._layout.require_recorded()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._run is not None:
             self._run.after_optimizer_step()
@@ -511,6 +525,15 @@ class SDPStrategy(DDPStrategy):
             )
         return run.state_dict()
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the full model, also in the middle of training, as a search for a learning rate does; collective."""
+        load = partial(super().load_model_state_dict, checkpoint, strict)
+        if self._run is None or not self._run.is_carved:
+            load()
+        else:
+            self._run.load_state_dict(load)
+            self._stale_statistics = False
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that the optimizer would have in a plain run; collective, and complete on rank 0."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -588,6 +611,8 @@ class SDPStrategy(DDPStrategy):
             run.end()
         clip_locally(self.precision_plugin)
         scale_locally(self.precision_plugin)
+        if module is not None and module._trainer is not None:
+            show_own_structure(module._trainer.callbacks)  # type: ignore[attr-defined]
         if self._recalibration is not None:
             self._recalibration.reset()
         self._checkpoint_record = None

@@ -80,6 +80,11 @@ class PeriodicAveraging:
             mine = {self._name_of[id(p)]: p for p in parameters if self._name_of[id(p)] in anywhere}
             self._average({name: own.get((key, name), torch.zeros_like(p)) for name, p in mine.items()})
 
+    def restart(self) -> None:
+        """Begins a new period without an average: all weights have been replaced by equal ones."""
+        self._steps.clear()
+        self._own = {}
+
     @torch.no_grad()
     def install_mean(self) -> None:
         """Puts the holders' means in the parameters' place; collective."""

@@ -183,6 +183,13 @@ class BufferSync:
             self._spread(everyone, 0, self._groups.world_group)
         self.adopt(self.full)
 
+    def take_loaded(self) -> None:
+        """Makes what was loaded into the open full model this rank's own as well."""
+        self.full = {name: self._get(name).detach().clone() for name in self.full}
+        for name in self._saved:
+            layout, loaded = self._groups.layouts.get(name), self._get(name).detach()
+            self._saved[name] = loaded.clone() if layout is None else layout.take(loaded, self._groups.rank)
+
     def set_full(self, statistics: Statistics) -> None:
         """Makes statistics the full model's, and installs them; the full model is open."""
         for name, (mean, variance) in statistics.items():
