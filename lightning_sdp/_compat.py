@@ -23,6 +23,7 @@ __all__ = [
     "NormBase",
     "PathType",
     "after_backward",
+    "is_compiled",
     "isolate_rng",
     "metric_counters",
     "optimizer_to_device",
@@ -49,6 +50,13 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
             error = caught
     if error is not None:
         raise error
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a LightningModule, or a module in it, goes through torch.compile."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        "_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
+    )
 
 
 def metric_counters(metric: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.settings import one_of
@@ -54,6 +54,7 @@ def require_compatible(
     masking: str,
     *,
     syncs_batchnorm: bool,
+    compiles: bool,
     callbacks: Sequence[Callback],
 ) -> None:
     """Refuses what needs the whole model on every process.
@@ -62,6 +63,7 @@ def require_compatible(
         plan: Who holds what.
         masking: ``"forward"`` or ``"backward"``.
         syncs_batchnorm: Whether BatchNorm is to be synchronized over all processes.
+        compiles: Whether torch.compile is used.
         callbacks: The trainer's callbacks.
 
     Raises:
@@ -71,6 +73,16 @@ def require_compatible(
         raise ValueError(
             "sync_batchnorm=True synchronizes over all processes, but not all of them have every part of the model. "
             "Use sync_batchnorm=False, or coverage=1."
+        )
+    if compiles and masking == "backward" and plan.layouts:
+        raise ValueError(
+            "torch.compile does not see which entries of a weight a process trains under backward masking of neurons. "
+            "Use granularity='block' or masking='forward', or do not compile."
+        )
+    if not plan.is_complete and any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ValueError(
+            "ModelPruning replaces parameters by others of the full model's shape, but processes have parts of them. "
+            "Prune the trained model, or use coverage=1."
         )
     averages = next((c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))), None)
     if averages is not None and masking == "forward" and not plan.is_complete:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_sdp._compat import PathType, optimizer_to_device, optimizers_to_device
+from lightning_sdp._compat import PathType, is_compiled, optimizer_to_device, optimizers_to_device
 from lightning_sdp.callbacks import BatchNormRecalibration
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.finetuning import show_own_structure, show_plain_structure
@@ -263,6 +263,7 @@ class SDPStrategy(DDPStrategy):
             plan,
             masking,
             syncs_batchnorm=self._layer_sync is not None,
+            compiles=is_compiled(self.lightning_module),  # type: ignore[arg-type]
             callbacks=self.lightning_module.trainer.callbacks,  # type: ignore[union-attr]
         )
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 
 from lightning_sdp import Group, MaskPlan, Member, SDPStrategy, register_neurons
 from tests.distributed.pool import Pool
@@ -81,6 +81,8 @@ def build(model: str, rank: int) -> Net:
         net = Foreign("mlp")
     elif model == "whole tensors":
         net = WholeTensor("mlp")
+    elif model == "compiled":
+        net.blocks[1] = torch.compile(net.blocks[1], backend="eager")
     elif model == "lbfgs":
         net = Together("mlp")
     elif model == "unreadable":
@@ -279,6 +281,8 @@ def test_options_of_the_trainer_that_need_the_whole_model(pool: Pools, granulari
     [
         ({"coverage": 0.5}, {"callback": EMAWeightAveraging}, "EMAWeightAveraging pairs parameters by their"),
         ({"coverage": 0.5}, {"callback": partial(StochasticWeightAveraging, 0.1)}, "StochasticWeightAveraging pairs"),
+        ({"coverage": 0.5}, {"callback": partial(ModelPruning, "l1_unstructured")}, "ModelPruning replaces parameters"),
+        ({**NEURON, "masking": "backward"}, {"model": "compiled"}, "torch.compile does not see which entries"),
         ({"coverage": 0.5}, {"model": "lbfgs"}, "LBFGS updates all parameters together"),
         ({"coverage": 0.5, "masking": "backward"}, {"model": "lbfgs"}, "LBFGS updates all parameters together"),
     ],

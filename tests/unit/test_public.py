@@ -74,6 +74,7 @@ def test_public_names() -> None:
         "Component",
         "Group",
         "MaskPlan",
+        "MaskingSchedule",
         "Member",
         "ParamSlice",
         "SDPReference",
