@@ -69,10 +69,10 @@ def require_compatible(
     Raises:
         ValueError: Something of that is there.
     """
-    if syncs_batchnorm and not plan.is_complete:
+    if syncs_batchnorm and masking == "forward" and plan.layouts:
         raise ValueError(
-            "sync_batchnorm=True synchronizes over all processes, but not all of them have every part of the model. "
-            "Use sync_batchnorm=False, or coverage=1."
+            "sync_batchnorm=True synchronizes a BatchNorm as a whole, but its channels have different holders. Use "
+            "sync_batchnorm=False, granularity='block' or masking='backward'."
         )
     if compiles and masking == "backward" and plan.layouts:
         raise ValueError(

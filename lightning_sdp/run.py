@@ -18,6 +18,7 @@ from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.averaging import PeriodicAveraging
+from lightning_sdp.sync.batchnorm import synchronize_over_holders
 from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.exchange import Exchange, Held
 from lightning_sdp.sync.groups import HolderGroups
@@ -95,6 +96,7 @@ class Run:
     ) -> None:
         """Makes a whole module this worker's part of it; with ``stored``, one without data of what they are."""
         worker = groups.rank // groups.ranks_per_worker
+        synchronize_over_holders(self.module, groups, plan.is_complete or masking == "backward")
         self.groups, self.plan, self.everywhere = groups, plan, plan.is_complete
         self.subnetwork: Subnetwork | None = None
         self.mask: GradientMask | None = None

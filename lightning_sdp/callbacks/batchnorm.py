@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_sdp._compat import BatchNorm
 from lightning_sdp.rehearsal import protected, run_training_step
+from lightning_sdp.sync.batchnorm import LocalSyncBatchNorm
 from lightning_sdp.sync.buffers import BufferSync, Weighted
 
 
@@ -138,12 +139,16 @@ def _statistics(norm: nn.Module) -> tuple[Tensor, Tensor, float]:
 def _collecting(norms: dict[str, nn.Module]) -> Iterator[None]:
     """BatchNorm modules start anew and average over what they see; their momentum and counters come back."""
     saved = {n: (n.momentum, n.num_batches_tracked.clone()) for n in norms.values()}  # type: ignore[operator]
+    classes = {norm: type(norm) for norm in norms.values()}
     for norm in norms.values():
+        if isinstance(norm, nn.SyncBatchNorm):  # each rank runs batches of its own
+            norm.__class__ = LocalSyncBatchNorm
         norm.reset_running_stats()  # type: ignore[operator]
         norm.momentum = None  # type: ignore[assignment]
     try:
         yield
     finally:
         for norm, (momentum, counter) in saved.items():
+            norm.__class__ = classes[norm]
             norm.momentum = momentum
             norm.num_batches_tracked.copy_(counter)  # type: ignore[operator,union-attr]
