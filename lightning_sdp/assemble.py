@@ -22,7 +22,8 @@ _CHUNK_BYTES = 25 * 2**20
 def share_initial_state(module: nn.Module, groups: HolderGroups) -> None:
     """Gives every rank the parameters and buffers of rank 0; collective, before the module is carved.
 
-    Tensors stay where they are; at most a few of them at a time pass through the groups' device.
+    Tensors stay where they are, also those without data on the meta device; at most a few of them at a time pass
+    through the groups' device.
     """
     if groups.world_group is None:
         return
@@ -37,6 +38,8 @@ def share_initial_state(module: nn.Module, groups: HolderGroups) -> None:
     size = 0
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.is_meta:
+                continue
             chunk[name] = tensor
             size += tensor.nbytes
             if size >= _CHUNK_BYTES:
@@ -163,6 +166,36 @@ class FullModel:
             state = self._module.state_dict()
             self._subnetwork.release()
         return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Loads what this rank has of a full model's state dict, while the full model is not open; local.
+
+        Args:
+            state: The state dict of the full model; only what is held is read.
+            strict: Whether the full model has to have its keys and no others.
+
+        Raises:
+            RuntimeError: It has others, or shapes differ.
+        """
+        with self._subnetwork.whole_structure():
+            keys = list(self._module.state_dict())
+        wrong = [key for key in keys if key not in state] + [key for key in state if key not in keys]
+        if strict and wrong:
+            what = "lacks" if wrong[0] in keys else "has"
+            raise RuntimeError(f"The state dict {what} {wrong[0]!r}, and differs from the model in {len(wrong)} keys.")
+        canonical = {id(tensor): name for name, tensor in self._subnetwork.cut.items()}
+        own = self._module.state_dict(keep_vars=True)
+        held = {key: state[key] for key in own if key in state}
+        for key in held:
+            name = canonical.get(id(own[key]))
+            if name is not None and held[key].shape == self._shapes[name]:
+                held[key] = self._groups.layouts[name].take(held[key], self._groups.rank)
+        self._module.load_state_dict(held, strict=False)
+        full = self._buffers.full
+        self._buffers.full = {
+            n: state[n].to(v.device, v.dtype, copy=True) if n in state else v for n, v in full.items()
+        }
 
     def _own_pieces(self, component: Component) -> dict[str, Tensor]:
         """As `_pieces`, of a component that this rank holds, while it stores its part of cut tensors only."""

@@ -287,12 +287,13 @@ class OptimizerLayout:
                 full.narrow(part.dim, part.start, part.stop - part.start).copy_(value)
 
     def _own_part(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of the full state of a parameter."""
-        if name not in self._cut:
-            return dict(entry)
-        layout, shape = self._cut[name]
-        rank = self._groups.rank
-        return {k: layout.take(v, rank) if getattr(v, "shape", None) == shape else v for k, v in entry.items()}
+        """A copy of this rank's part of the full state of a parameter."""
+        own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+        if name in self._cut:
+            layout, shape = self._cut[name]
+            whole = [key for key, value in entry.items() if getattr(value, "shape", None) == shape]
+            own |= {key: layout.take(entry[key], self._groups.rank) for key in whole}
+        return own
 
     def load_state_dict(self, position: int, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
         """Loads this rank's part of a plain run's optimizer state.

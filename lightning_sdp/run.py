@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdp.assemble import FullModel, share_initial_state
 from lightning_sdp.gradient_mask import GradientMask
+from lightning_sdp.materialize import is_on_meta, materialize
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.subnetwork import Subnetwork
@@ -61,6 +63,7 @@ class Run:
         subnetwork: The part, under forward masking.
         mask: The part, under backward masking.
         buffers: The module's buffers.
+        starts_on_meta: Whether the module was on the meta device, and no process may ever need all of it.
         reducer: Averages gradients in every step; ``None`` with periodic averaging, or without training.
         averaging: Averages parameters every few steps.
     """
@@ -74,7 +77,8 @@ class Run:
         to_device: Callable[[], None],
     ) -> None:
         share_initial_state(module, groups)
-        self.module = module
+        self.module, self.starts_on_meta = module, is_on_meta(module)
+        stored = self._materialize(plan, masking, groups) if self.starts_on_meta else {}
         self.reducer: GradientReducer | None = None
         self.averaging: PeriodicAveraging | None = None
         self._order = [name for name, _ in module.named_parameters()]
@@ -84,7 +88,20 @@ class Run:
         self._has_gradients = False
         self._handles: list[Any] = []
         self.buffers = BufferSync(module, groups, plan.is_complete or masking == "backward")
-        self._take_part(plan, masking, groups, to_device)
+        self._take_part(plan, masking, groups, to_device, stored)
+
+    def _materialize(self, plan: MaskPlan, masking: str, groups: HolderGroups) -> dict[str, Tensor]:
+        """Makes real what this worker holds of a module on the meta device; collective."""
+        seed: list[Any] = [torch.initial_seed()]
+        if groups.world_group is not None:
+            dist.broadcast_object_list(seed, 0, group=groups.world_group, device=groups.device)
+        everywhere, rank = masking == "backward", groups.rank
+        cut = {n: layout for n, layout in groups.layouts.items() if not everywhere and not layout.is_complete(rank)}
+
+        def holds(name: str) -> bool:
+            return everywhere or rank in groups.holders(name)
+
+        return materialize(self.module, groups.device, seed[0], holds, cut, rank)
 
     def _take_part(
         self,
@@ -304,21 +321,15 @@ class Run:
         if self.reducer is not None:
             self.reducer.enabled = True
 
-    def load_state_dict(self, load: Callable[[], None]) -> None:
-        """Loads a full state dict into a carved module; collective.
-
-        Args:
-            load: Loads it into the full model.
-        """
-        was_open = self.is_open
-        if not was_open:
-            self.open()
-        load()
-        self.buffers.take_loaded()
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Loads a full model's state dict; local."""
+        if self._full is None or self.is_open:
+            self.module.load_state_dict(state, strict)
+            self.buffers.take_loaded()
+        else:
+            self._full.load_state_dict(state, strict)
         if self.averaging is not None:
             self.averaging.restart()
-        if not was_open:
-            self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective, and complete on rank 0."""

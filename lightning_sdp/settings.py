@@ -69,7 +69,7 @@ class MaskSettings:
         Raises:
             ValueError: The settings do not fit the model or the world.
         """
-        require_real_parameters(module)
+        require_initialized(module)
         if self.plan is not None:
             plan = MaskPlan.load(self.plan) if isinstance(self.plan, str) else self.plan
             if world_size % plan.num_subnetworks:
@@ -185,16 +185,34 @@ def require_running(module: nn.Module) -> None:
         ) from error
 
 
+def require_initialized(module: nn.Module) -> None:
+    """Refuses a module whose parameters have no shape yet, or are only in part on the meta device.
+
+    Raises:
+        ValueError: There is one.
+    """
+    on_meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if on_meta and len(on_meta) < len(list(module.parameters())):
+        raise ValueError(
+            f"Parameter {on_meta[0]!r} is on the meta device and others are not, as an interrupted run leaves a model: "
+            "build it anew, all of it on the meta device or none, and resume from a checkpoint."
+        )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} is not initialized yet: run a batch through the model before training."
+            )
+
+
 def require_real_parameters(module: nn.Module) -> None:
     """Refuses a module whose parameters have no data.
 
     Raises:
         ValueError: A parameter is on the meta device or not initialized yet.
     """
+    require_initialized(module)
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ValueError(
-                f"Parameter {name!r} is not initialized yet: run a batch through the model before training."
-            )
         if parameter.is_meta:
-            raise ValueError(f"Parameter {name!r} is on the meta device: materialize the model before training.")
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device: only fit can start there. Build the model on a real one."
+            )

@@ -8,9 +8,10 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
+from zipfile import is_zipfile
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -28,6 +29,7 @@ from lightning_sdp.callbacks.finetuning import show_own_structure, show_plain_st
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MODES, MaskingMode
 from lightning_sdp.elementwise import AVERAGED, require_elementwise, require_separate
 from lightning_sdp.limits import check_options, require_compatible
+from lightning_sdp.materialize import is_on_meta
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.plan_checks import describe_plan, describe_tensors
@@ -183,6 +185,7 @@ class SDPStrategy(DDPStrategy):
     def _reset(self) -> None:
         """Forgets everything that belongs to one run."""
         self._run: Run | None = None
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
 
@@ -210,7 +213,8 @@ class SDPStrategy(DDPStrategy):
         self._lost, self._layout = (), None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
-        record = partial(record_training_calls, trainer, module) if fitting and self.record_inputs else None
+        can_record = fitting and self.record_inputs and not is_on_meta(module)
+        record = partial(record_training_calls, trainer, module) if can_record else None
         self.initial_plan = agree(
             lambda: self.settings.make_plan(module, self.world_size, self._checkpoint_record, record),
             lambda plan: [*describe_tensors(module), *describe_plan(plan)],
@@ -229,6 +233,9 @@ class SDPStrategy(DDPStrategy):
         def start() -> None:
             assert self.plan is not None
             self._run = Run(module, self.plan, masking, groups, self.model_to_device)
+            if self._to_load is not None:
+                self._run.load_state_dict(*self._to_load)
+                self._to_load = None
 
         try:
             agree(start, lambda _: ())
@@ -476,6 +483,11 @@ class SDPStrategy(DDPStrategy):
         if self._run is not None and self._run.is_open:
             self._run.close()
 
+    def open_for_good(self) -> None:
+        """Opens the full model at the end of training, unless no process may have all of it."""
+        if self._run is not None and not self._run.starts_on_meta:
+            self.open_full_model()
+
     def open_for_evaluation(self) -> None:
         """Opens the full model, unless the subnetworks are to be evaluated."""
         if self.eval_model == "full":
@@ -510,8 +522,9 @@ class SDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self._lost:
             raise RuntimeError(
-                f"The model is incomplete: training was interrupted, and {self._lost[0]!r} and {len(self._lost) - 1} "
-                "more tensors were held by other processes, as a whole or in part. Load the last checkpoint instead."
+                f"The model is incomplete: training was interrupted, or began on the meta device, and "
+                f"{self._lost[0]!r} and {len(self._lost) - 1} more tensors were held by other processes, as a whole or "
+                "in part. Load the last checkpoint instead."
             )
         run = self._run
         if run is None or not run.is_carved or self._cut_off:
@@ -527,13 +540,15 @@ class SDPStrategy(DDPStrategy):
         return run.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the full model, also in the middle of training, as a search for a learning rate does; collective."""
-        load = partial(super().load_model_state_dict, checkpoint, strict)
-        if self._run is None or not self._run.is_carved:
-            load()
-        else:
-            self._run.load_state_dict(load)
+        """Loads the full model, also in the middle of training, as a search for a learning rate does; local."""
+        assert self.lightning_module is not None
+        if self._run is not None:
+            self._run.load_state_dict(checkpoint["state_dict"], strict)
             self._stale_statistics = False
+        elif is_on_meta(self.lightning_module):
+            self._to_load = checkpoint["state_dict"], strict  # when setup has made real what is held
+        else:
+            super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that the optimizer would have in a plain run; collective, and complete on rank 0."""
@@ -543,8 +558,12 @@ class SDPStrategy(DDPStrategy):
         return self._layout.state_dict(self.optimizers.index(optimizer), optimizer)
 
     def load_checkpoint(self, checkpoint_path: PathType, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint, and remembers its plan."""
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        """Reads a checkpoint, of a local file only those parts that are used, and remembers its plan."""
+        known = dict(zip(["weights_only"], args, strict=False)) | kwargs
+        if known and type(self.checkpoint_io) is TorchCheckpointIO and is_zipfile(checkpoint_path):
+            checkpoint = torch.load(checkpoint_path, map_location="cpu", mmap=True, **known)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoint_record = checkpoint.get(CHECKPOINT_KEY)
         return checkpoint
 
@@ -599,7 +618,7 @@ class SDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Leaves the module whole on every rank, after a failure with its structure whole; frees what was ours."""
         run = self._run
-        self.open_full_model()
+        self.open_for_good()
         if run is not None:
             run.unmask()
         module = self._lightning_module

@@ -51,7 +51,7 @@ class ForwardMasking(MaskingMode):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Opens the full model for good."""
-        trainer.strategy.open_full_model()  # type: ignore[attr-defined]
+        trainer.strategy.open_for_good()  # type: ignore[attr-defined]
 
 
 MODES: dict[str, type[MaskingMode]] = {"forward": ForwardMasking, "backward": BackwardMasking}

@@ -92,8 +92,8 @@ def build(model: str, rank: int) -> Net:
         net.blocks = nn.ModuleList([NormedMLP(8)])
     elif model == "gqa":
         net.example_input_array = None
-    elif model == "meta":
-        net.to("meta")
+    elif model == "half on meta":
+        net.stem.to("meta")
     elif model == "lazy":
         net.head = nn.LazyLinear(3)
     elif rank == 1 and model == "extra layer on one rank":
@@ -260,7 +260,7 @@ def test_arguments_that_differ_between_ranks(pool: Pools, one: dict[str, Any]) -
     ("model", "message"),
     [
         ("no blocks", "No maskable block was found in Net. Name the blocks with `components`"),
-        ("meta", "Parameter 'stem.weight' is on the meta device: materialize the model before training."),
+        ("half on meta", "Parameter 'stem.weight' is on the meta device and others are not"),
         ("lazy", "Parameter 'head.weight' is not initialized yet"),
         ("foreign", "parameter group 0 holds a tensor that is no parameter of the model"),
     ],
