@@ -89,21 +89,24 @@ class OptimizerLayout:
         return {id(tensor): name for name, tensor in self._trained.items() if name in wanted}
 
     def require_recorded(self) -> None:
-        """Refuses parameters that the optimizers did not have at the start.
+        """Refuses optimizers that have got or lost parameters or groups.
 
         Raises:
-            ValueError: There is one.
+            ValueError: One of them has.
         """
         for layout, optimizer in zip(self._layout, self._optimizers, strict=True):
-            recorded = {name for names in layout for name in names}
-            names = [self._name_of.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
-            added = next((name for name in names if name not in recorded), None)
-            if added is not None:
-                raise ValueError(
-                    f"Parameter {added!r} was added to the optimizer after training began; its place in the full "
-                    "model's optimizer state is not known. Add it on every process within `with "
-                    "trainer.strategy.plain_structure():`, or freeze it at the start instead of leaving it out."
-                )
+            expected = [[id(self._trained[name]) for name in names if name in self._trained] for names in layout]
+            present = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+            if present == expected:
+                continue
+            known = {parameter for own in expected for parameter in own}
+            added = next((self._name_of.get(p, "") for own in present for p in own if p not in known), None)
+            what = "Groups of the optimizer were" if added is None else f"Parameter {added!r} was"
+            raise ValueError(
+                f"{what} {'changed' if added is None else 'added to the optimizer'} after training began; the places "
+                "in the full model's optimizer state are not known. Do it on every process within `with "
+                "trainer.strategy.plain_structure():`, or freeze parameters at the start instead of leaving them out."
+            )
 
     @contextmanager
     def in_plain_form(self, module: nn.Module) -> Iterator[None]:

@@ -103,10 +103,12 @@ class SDPReference:
             masking: ``"forward"`` or ``"backward"``; default: as before.
             batches: For `install_buffers`, which is called where ranks run the full model now but did not before.
         """
+        masking = masking or self.masking
+        if plan == self.plan and masking == self.masking:
+            return
         if self._steps % self._period:
             self._end_period()
         self._steps = 0
-        masking = masking or self.masking
         ran_everything = self._everywhere()
         if ran_everything:
             self._share_buffers()
@@ -141,8 +143,9 @@ class SDPReference:
         old = [{p: dict(state) for p, state in states.items()} for states in self._states]
         for rank, own in enumerate(sources):
             for name, p in self.module.named_parameters():
-                held = self._masks[name][rank].any()
-                told = old[rank if held else int(own[name].flatten()[0])].get(p, {})
+                others = own[name][own[name] != rank]
+                told = old[int(others[0])].get(p, {}) if others.numel() else {}
+                told = told | (old[rank].get(p, {}) if bool(self._masks[name][rank].any()) else {})
                 for key, value in told.items():
                     if isinstance(value, Tensor) and value.shape == p.shape and value.dim():
                         zero = torch.zeros_like(value)

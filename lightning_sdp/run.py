@@ -85,7 +85,9 @@ class Run:
         self._averaging: Averaging | None = None
         self._accumulates = False
         self._steps_now = False  # after a backward pass; in automatic optimization that runs within the step
-        self._has_gradients = False
+        self._in_step = False  # between forward and backward pass
+        self._fresh: dict[int, Tensor] = {}  # what got a gradient since it last took part in an optimizer step
+        self._marks: dict[str, Any] = {}
         self._handles: list[Any] = []
         self.buffers = BufferSync(module, groups, plan.is_complete or masking == "backward")
         self._take_part(plan, masking, groups, to_device, stored)
@@ -154,6 +156,8 @@ class Run:
 
     def before_forward(self) -> None:
         """Has to be called before every forward of training, on every rank."""
+        self._in_step = True
+        self._mark_gradients()
         reduces = self.reducer is not None and self.reducer.enabled
         starts_period = self.averaging is not None and self.averaging.is_at_end and not self._accumulates
         if reduces or starts_period:
@@ -163,12 +167,12 @@ class Run:
 
     def before_backward(self, loss: Tensor) -> None:
         """Has to be called before every backward pass, on every rank."""
-        self._has_gradients = True
         if self.reducer is not None:
             self.reducer.prepare(loss)
 
     def after_backward(self) -> None:
         """Averages even if this rank's backward pass reached none of its parameters."""
+        self._in_step = False
         if self.reducer is not None:
             self.reducer.finish()
             if self.mask is not None and self.reducer.enabled:
@@ -182,7 +186,7 @@ class Run:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Makes weights equal again where an optimizer step calls for it; collective."""
-        self.after_optimizer_step()
+        self.after_optimizer_step(optimizer)
         if self.averaging is not None:
             self.averaging.after_step(optimizer)
         if self.mask is not None and self._refresh is not None:
@@ -190,9 +194,25 @@ class Run:
             self.mask.write_back()
             self._refresh.run()
 
-    def after_optimizer_step(self) -> None:
-        """Has to be called after every step, also one that was skipped; gradients have been used then."""
-        self._has_gradients = False
+    def _mark_gradients(self) -> None:
+        """Notes from now on which parameters get gradients, also those that the user has thawed."""
+        for name, parameter in self.part.trained.items():
+            if parameter.requires_grad and name not in self._marks:
+                self._marks[name] = parameter.register_post_accumulate_grad_hook(self._mark)
+
+    def _mark(self, parameter: Tensor) -> None:
+        self._fresh[id(parameter)] = parameter
+
+    def after_training_step(self) -> None:
+        """Has to be called when no backward pass of this step is to come any more."""
+        self._in_step = False
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Has to be called after every step, also one that a gradient scaler skipped: its gradients have been used."""
+        self._in_step = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._fresh.pop(id(parameter), None)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -211,8 +231,9 @@ class Run:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradients wait for an optimizer step."""
-        return not self._has_gradients
+        """Whether no forward waits for its backward pass, and no gradients wait for an optimizer step."""
+        grads = (parameter.grad for parameter in self._fresh.values())
+        return not self._in_step and not any(grad is not None and bool(grad.any()) for grad in grads)
 
     def end_period(self, optimizers: Sequence[Optimizer]) -> None:
         """Ends a period of local steps early; collective."""
@@ -232,8 +253,7 @@ class Run:
             layout: Of the optimizers.
         """
         assert self._averaging is not None
-        if self.reducer is not None:
-            self.reducer.remove()
+        self._forget_gradients()
         for parameter in [*self.module.parameters(), *self.part.leaves.values()]:
             parameter.grad = None
         is_whole = self.mask is not None or self.everywhere or self.is_open
@@ -253,6 +273,15 @@ class Run:
         layout.follow(self.part, plan, groups)
         layout.put_states(states | moved)
         self.average(self._averaging)
+
+    def _forget_gradients(self) -> None:
+        """Takes the hooks off that follow gradients."""
+        if self.reducer is not None:
+            self.reducer.remove()
+        for handle in self._marks.values():
+            handle.remove()
+        self._marks.clear()
+        self._fresh.clear()
 
     def _give_up(self, exchange: Exchange, is_whole: bool, states: dict[str, Held]) -> dict[str, Held]:
         """Leaves the module with its full structure, and gives away what the rank has of tensors that may move.
@@ -365,8 +394,7 @@ class Run:
         """Frees hooks and process groups; what is incomplete goes to the meta device. Local."""
         if self.subnetwork is not None and self.lost():
             self.subnetwork.abandon()
-        if self.reducer is not None:
-            self.reducer.remove()
+        self._forget_gradients()
         for handle in self._handles:
             handle.remove()
         self.groups.destroy()

@@ -188,6 +188,7 @@ class SDPStrategy(DDPStrategy):
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
+        self._full_model_users = 0
 
     # setup
 
@@ -224,6 +225,7 @@ class SDPStrategy(DDPStrategy):
             lambda: self.settings.resumed(base, self._checkpoint_record), lambda now: [*describe_plan(now[0]), now[1]]
         )
         self._set_masking(masking)
+        agree(lambda: self._check_options(masking), lambda _: ())
         self._require_compatible(self.plan, masking)
         groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
         if fitting and self._layer_sync:
@@ -324,6 +326,8 @@ class SDPStrategy(DDPStrategy):
 
     # another plan
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def replan(self, plan: MaskPlan | str, masking: str | None = None) -> None:
         """Goes on training with another plan or in another regime; collective, between two steps.
 
@@ -347,7 +351,9 @@ class SDPStrategy(DDPStrategy):
         new = agree(lambda: self._checked(plan, masking, run, layout), lambda new: [*describe_plan(new), masking])
         if new == self.plan and masking == self.masking:
             return
-        was_open = run.is_open
+        evaluates = self.eval_model == "full" and (module.trainer.validating or module.trainer.sanity_checking)
+        was_open = run.is_open or self._full_model_users > 0 or evaluates
+        is_cut_first = masking == "forward" and bool(new.layouts) and run.everywhere and runs_without_data(module)
         self.close_full_model()
         run.end_period(self.optimizers)
         if new.is_complete or masking == "backward":
@@ -360,6 +366,8 @@ class SDPStrategy(DDPStrategy):
         self.plan = new
         self._set_masking(masking)
         self._set_clipping(run)
+        if is_cut_first:
+            agree(lambda: require_running(module), lambda _: ())
         if was_open:
             self.open_full_model()
 
@@ -375,9 +383,18 @@ class SDPStrategy(DDPStrategy):
         new = self.plan.with_holders_of(MaskPlan.load(plan) if isinstance(plan, str) else plan)
         if not run.is_between_steps:
             raise ValueError(
-                "The plan can change only between two steps, but gradients are being accumulated. Call "
-                "strategy.replan after an optimizer step, or use a MaskingSchedule, which waits for it."
+                "The plan can change only between two steps, but a step is under way or gradients are being "
+                "accumulated. Call strategy.replan after an optimizer step, or use a MaskingSchedule, which waits for it."
             )
+        self._check_options(masking)
+        self._require_compatible(new, masking)
+        layout.require_recorded()
+        require_elementwise(self.optimizers, layout.names_of(new.layouts))
+        if not new.is_complete:
+            require_separate(self.optimizers)
+        return new
+
+    def _check_options(self, masking: str) -> None:
         check_options(
             masking,
             self.eval_model,
@@ -386,12 +403,6 @@ class SDPStrategy(DDPStrategy):
             self.reduce_dtype,
             self.recalibrate_batchnorm,
         )
-        self._require_compatible(new, masking)
-        layout.require_recorded()
-        require_elementwise(self.optimizers, layout.names_of(new.layouts))
-        if not new.is_complete:
-            require_separate(self.optimizers)
-        return new
 
     # training
 
@@ -410,7 +421,10 @@ class SDPStrategy(DDPStrategy):
                 assert self.lightning_module is not None
                 self._recalibration.keep(self.lightning_module)
         self._stale_statistics = True
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if self._run is not None and not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            self._run.after_training_step()
+        return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the backward pass, which is an empty one where this rank lacks all that trains: others wait for it."""
@@ -434,7 +448,7 @@ class SDPStrategy(DDPStrategy):
             self._layout.require_recorded()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._run is not None:
-            self._run.after_optimizer_step()
+            self._run.after_optimizer_step(getattr(optimizer, "_optimizer", optimizer))
         return output
 
     @contextmanager
@@ -464,9 +478,11 @@ class SDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         was_open = self._is_open
         self.open_full_model()
+        self._full_model_users += 1
         try:
             yield self.lightning_module
         finally:
+            self._full_model_users -= 1
             if not was_open:
                 self.close_full_model()
 

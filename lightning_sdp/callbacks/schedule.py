@@ -18,6 +18,7 @@ from lightning_sdp.sync.agreement import agree
 if TYPE_CHECKING:
     from lightning_sdp.strategy import SDPStrategy
 
+_EVEN = 1.2  # parts cannot always be exactly even
 _UNITS = ("epoch", "step")
 _SETTINGS = ("masking", "coverage", "seed", "plan", "rotate_every_n_steps")
 
@@ -122,11 +123,12 @@ class MaskingSchedule(Callback):
                 raise ValueError("seed alone does not go with SDPStrategy(plan=...): give coverage too.")
             coverage, seed = settings.get("coverage", own.coverage), settings.get("seed", own.seed)
             plan = plan.reassigned(coverage=coverage, balance=own.balance, seed=seed)
-        coverage = settings.get("coverage", own.coverage)
-        if settings.get("rotate_every_n_steps") and isinstance(coverage, (list, tuple)) and len(set(coverage)) > 1:
+        asked = plan.coverage if "plan" in settings else settings.get("coverage", own.coverage)
+        shares = [asked] if isinstance(asked, (int, float)) else list(asked)
+        if settings.get("rotate_every_n_steps") and max(shares) > _EVEN * min(shares):
             raise ValueError(
                 f"rotate_every_n_steps gives every worker's part to the next one, but their coverage differs: "
-                f"{list(coverage)}. Rotate with one coverage for all."
+                f"{', '.join(f'{share:.3g}' for share in shares)}. Rotate with one coverage for all."
             )
         return plan.rotated(turns)
 

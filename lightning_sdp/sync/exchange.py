@@ -142,7 +142,7 @@ class Exchange:
         if own is not None and all(before == after for _, before, after in parts):
             return own
         had = {} if own is None else own.tensors
-        settled = Held(facts=facts if own is None else own.facts)
+        settled = Held(facts=(facts or {}) | ({} if own is None else own.facts))
         for key in dict.fromkeys([*had, *(key for values in pieces.values() for key in values)]):
             some = had[key] if key in had else next(values[key] for values in pieces.values() if key in values)
             dim = parts[0][0].dim
