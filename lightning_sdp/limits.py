@@ -49,6 +49,17 @@ def check_options(
         raise ValueError(f"recalibrate_batchnorm={recalibrate_batchnorm} must be a number of batches, or 0 for off.")
 
 
+def check_interval(argument: str, steps: int, least: int) -> None:
+    """Checks after how many steps something is to happen.
+
+    Raises:
+        ValueError: It is not a number, or below the least.
+    """
+    if type(steps) is not int or steps < least:
+        never = ", or 0 for never" if least == 0 else ""
+        raise ValueError(f"{argument}={steps!r} must be a number of steps{never}.")
+
+
 def require_compatible(
     plan: MaskPlan,
     masking: str,

@@ -22,6 +22,7 @@ from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.averaging import PeriodicAveraging
 from lightning_sdp.sync.batchnorm import synchronize_over_holders
 from lightning_sdp.sync.buffers import BufferSync
+from lightning_sdp.sync.consistency import ConsistencyCheck, Pieces
 from lightning_sdp.sync.exchange import Exchange, Held
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
@@ -66,6 +67,7 @@ class Run:
         starts_on_meta: Whether the module was on the meta device, and no process may ever need all of it.
         reducer: Averages gradients in every step; ``None`` with periodic averaging, or without training.
         averaging: Averages parameters every few steps.
+        check: Sees to it that holders agree; ``None`` unless the user wants it.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Run:
         stored = self._materialize(plan, masking, groups) if self.starts_on_meta else {}
         self.reducer: GradientReducer | None = None
         self.averaging: PeriodicAveraging | None = None
+        self.check: ConsistencyCheck | None = None
         self._order = [name for name, _ in module.named_parameters()]
         self._averaging: Averaging | None = None
         self._accumulates = False
@@ -213,6 +216,35 @@ class Run:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._fresh.pop(id(parameter), None)
+
+    def check_consistency(self, step: int) -> None:
+        """Compares what ranks hold in common, if the user wants it and it is time to; collective.
+
+        Args:
+            step: How many optimizer steps have been taken.
+
+        Raises:
+            RuntimeError: On every rank: holders disagree.
+        """
+        if self.check is not None:
+            self.check.after_step(step, None if self.has_drifted else self._held_together, self.groups.world_group)
+
+    def _held_together(self) -> tuple[Pieces, Pieces]:
+        """The parameters and the buffers that this rank holds together with others."""
+        pieces: Pieces = {}
+        if self.mask is not None:
+            pieces = {(name, self.groups.world): [parameter] for name, parameter in self.module.named_parameters()}
+        else:
+            for name, parameter in self.part.trained.items():
+                layout = self.groups.layouts.get(name)
+                if layout is None:
+                    pieces[name, self.groups.holders(name)] = [parameter]
+                else:
+                    for part in layout.parts_of(self.groups.rank):
+                        pieces[name, part.holders] = layout.views(part, parameter, self.groups.rank)
+        shared = {piece: tensors for piece, tensors in pieces.items() if len(piece[1]) > 1}
+        buffers = {(name, ranks): own for ranks, parts in self.buffers.shared_parts() for name, own in parts.items()}
+        return shared, buffers
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.finetuning import show_own_structure, show_plain_structure
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MODES, MaskingMode
 from lightning_sdp.elementwise import AVERAGED, require_elementwise, require_separate
-from lightning_sdp.limits import check_options, require_compatible
+from lightning_sdp.limits import check_interval, check_options, require_compatible
 from lightning_sdp.materialize import is_on_meta
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
@@ -47,6 +47,7 @@ from lightning_sdp.settings import (
 )
 from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import tracked_batchnorms
+from lightning_sdp.sync.consistency import ConsistencyCheck
 from lightning_sdp.sync.groups import HolderGroups
 
 
@@ -93,6 +94,9 @@ class SDPStrategy(DDPStrategy):
             uses the mean over holders instead, which rarely fits the full model.
         record_inputs: Whether one training batch may be run through the full model before training where neither its
             code nor an ``example_input_array`` tells how its blocks are called.
+        check_consistency_every_n_steps: With n > 0, ranks compare after every n-th optimizer step (with
+            ``model_averaging_period`` > 1 at the end of that period) the bits of all that they hold in common, and all
+            raise an error that names the tensor and the ranks if any differ.
         accelerator: As for `DDPStrategy`.
         parallel_devices: As for `DDPStrategy`.
         cluster_environment: As for `DDPStrategy`.
@@ -134,6 +138,7 @@ class SDPStrategy(DDPStrategy):
         eval_model: str = "full",
         recalibrate_batchnorm: int = 16,
         record_inputs: bool = True,
+        check_consistency_every_n_steps: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -157,6 +162,7 @@ class SDPStrategy(DDPStrategy):
             seed=seed,
         )
         check_options(masking, eval_model, model_averaging_period, bucket_cap_mb, reduce_dtype, recalibrate_batchnorm)
+        check_interval("check_consistency_every_n_steps", check_consistency_every_n_steps, 0)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -174,6 +180,7 @@ class SDPStrategy(DDPStrategy):
         self.eval_model = eval_model
         self.recalibrate_batchnorm = recalibrate_batchnorm
         self.record_inputs = record_inputs
+        self.check_consistency_every_n_steps = check_consistency_every_n_steps
         self._checkpoint_record: Mapping[str, Any] | None = None
         self._lost: tuple[str, ...] = ()
         self.plan = None
@@ -252,6 +259,8 @@ class SDPStrategy(DDPStrategy):
         if fitting:
             dtype = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
             run.average(Averaging(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb, dtype))
+            if self.check_consistency_every_n_steps:
+                run.check = ConsistencyCheck(self.check_consistency_every_n_steps)
             self._build_optimizers(trainer, run)
             self._add_recalibration(trainer, run)
         self.setup_precision_plugin()
@@ -443,12 +452,14 @@ class SDPStrategy(DDPStrategy):
             self._run.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Takes a step, or skips it, as a gradient scaler may."""
+        """Takes a step, or skips it, as a gradient scaler may; then compares what ranks hold in common, if wanted."""
         if self._layout is not None:
             self._layout.require_recorded()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._run is not None:
+            assert self.lightning_module is not None
             self._run.after_optimizer_step(getattr(optimizer, "_optimizer", optimizer))
+            self._run.check_consistency(self.lightning_module.trainer.global_step + 1)  # Lightning has yet to count it
         return output
 
     @contextmanager

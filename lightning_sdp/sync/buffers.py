@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_sdp._compat import BatchNorm
 from lightning_sdp.layout import Part
-from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.groups import HolderGroups, Ranks
 from lightning_sdp.sync.transfer import broadcast
 
 Statistics = dict[str, tuple[Tensor, Tensor]]  # name of a BatchNorm → running mean, running variance
@@ -114,7 +114,7 @@ class BufferSync:
         statistics = [name for name in self._owners if self._is_statistic(name)]
         self.full = {name: self._get(name).detach().clone() if full is None else full[name] for name in statistics}
         self._saved: dict[str, Tensor] = {}
-        self._spread_sets: dict[tuple[int, ...], list[tuple[str, Part | None]]] = {}
+        self._spread_sets: dict[Ranks, list[tuple[str, Part | None]]] = {}
         for name in self._owners:
             layout = None if everywhere else groups.layouts.get(name)
             holders = groups.world if everywhere else groups.holders(name)
@@ -134,15 +134,19 @@ class BufferSync:
 
     def before_forward(self) -> None:
         """Gives every shared buffer the value of its lowest holder, as DDP does before each forward pass."""
+        for ranks, buffers in self.shared_parts():
+            views = {f"{name}/{i}": view for name, own in buffers.items() for i, view in enumerate(own)}
+            self._spread(views, ranks[0], self._groups.group(ranks))
+
+    def shared_parts(self) -> Iterator[tuple[Ranks, dict[str, list[Tensor]]]]:
+        """The ranks with which this rank shares buffers, and by name what of each they share."""
         for ranks, buffers in self._spread_sets.items():
             if self._groups.rank in ranks:
-                views: dict[str, Tensor] = {}
-                for name, part in buffers:
-                    own = [self._get(name)]
-                    if part is not None:
-                        own = self._groups.layouts[name].views(part, own[0], self._groups.rank)
-                    views |= {f"{name}/{i}": view for i, view in enumerate(own)}
-                self._spread(views, ranks[0], self._groups.group(ranks))
+                yield ranks, {name: self._views(name, part) for name, part in buffers}
+
+    def _views(self, name: str, part: Part | None) -> list[Tensor]:
+        own = self._get(name)
+        return [own] if part is None else self._groups.layouts[name].views(part, own, self._groups.rank)
 
     def _spread(self, views: Mapping[str, Tensor], source: int, group: dist.ProcessGroup) -> None:
         received = broadcast(views, source, group, self._groups.rank, self._groups.device)

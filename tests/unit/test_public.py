@@ -57,6 +57,7 @@ ARGUMENTS = [
     ("eval_model", "full"),
     ("recalibrate_batchnorm", 16),
     ("record_inputs", True),
+    ("check_consistency_every_n_steps", 0),
     ("accelerator", None),
     ("parallel_devices", None),
     ("cluster_environment", None),
@@ -167,6 +168,8 @@ def test_readme_lists_the_arguments_with_their_defaults() -> None:
         ("num_subnetworks", "two", "num_subnetworks='two' must be"),
         ("bucket_cap_mb", 0, "bucket_cap_mb=0 must be positive"),
         ("recalibrate_batchnorm", -1, "recalibrate_batchnorm=-1 must be a number of batches"),
+        ("check_consistency_every_n_steps", -1, "check_consistency_every_n_steps=-1 must be a number of steps, or 0"),
+        ("check_consistency_every_n_steps", 2.5, "check_consistency_every_n_steps=2.5 must be a number of steps"),
         ("num_subnetworks", True, "num_subnetworks=True must be"),
     ],
 )
