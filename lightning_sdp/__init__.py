@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_sdp.callbacks import BatchNormRecalibration, MaskingSchedule
+from lightning_sdp.callbacks import BatchNormRecalibration, MaskingSchedule, SDPMonitor
 from lightning_sdp.components import (
     Component,
     Group,
@@ -27,6 +27,7 @@ __all__ = [
     "MaskingSchedule",
     "Member",
     "ParamSlice",
+    "SDPMonitor",
     "SDPReference",
     "SDPStrategy",
     "communication_bytes",

@@ -25,6 +25,7 @@ __all__ = [
     "after_backward",
     "is_compiled",
     "isolate_rng",
+    "log_metrics",
     "metric_counters",
     "optimizer_to_device",
     "optimizers_to_device",
@@ -57,6 +58,11 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None or any(
         "_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
     )
+
+
+def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Gives metrics to all loggers of a trainer, at the step at which `LightningModule.log` would; on all ranks."""
+    trainer._logger_connector.log_metrics(metrics)  # type: ignore[arg-type]
 
 
 def metric_counters(metric: nn.Module) -> dict[str, Any]:

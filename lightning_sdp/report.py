@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,9 @@ def plan_table(plan: MaskPlan) -> Table:
     table.add_section()
     table.add_row("coverage", "", *[f"{plan.coverage[w]:.2f}" for w in shown], *more)
     if plan.sizes is not None and plan.shared_size is not None:
-        kept, blocks = sum(k.size for k in plan.kept), sum(plan.sizes)
-        held = [kept + held_size(plan, worker) for worker in shown]
-        table.add_row(
-            f"share of all {plan.granularity}s", "", *[f"{h / max(kept + blocks, 1):.2f}" for h in held], *more
-        )
-        total = plan.shared_size + blocks
+        shares = [f"{effective_coverage(plan)[w]:.2f}" for w in shown]
+        table.add_row(f"share of all {plan.granularity}s", "", *shares, *more)
+        total = plan.shared_size + sum(plan.sizes)
         params = [format_count(plan.shared_size + held_size(plan, worker)) for worker in shown]
         table.add_row("parameters held", format_count(total), *params, *more)
     return table
@@ -99,6 +97,35 @@ def held_size(plan: MaskPlan, worker: int) -> int:
     """Maskable parameters that a worker holds; the plan must know its sizes."""
     assert plan.sizes is not None
     return sum(size for c, size in zip(plan.components, plan.sizes, strict=True) if worker in plan.holders(c.name))
+
+
+def effective_coverage(plan: MaskPlan) -> list[float]:
+    """Share of all blocks or groups that each worker holds, kept ones included; the plan must know its sizes."""
+    assert plan.sizes is not None
+    kept = sum(k.size for k in plan.kept)
+    total = max(kept + sum(plan.sizes), 1)
+    return [(kept + held_size(plan, worker)) / total for worker in range(plan.num_subnetworks)]
+
+
+def usage_table(rows: Sequence[Mapping[str, float]], workers: int) -> Table:
+    """A rich table of what each worker has, sends and takes time for.
+
+    Args:
+        rows: What each rank measured; see `SDPMonitor`. Of the ranks of a worker the largest number counts.
+        workers: Number of workers.
+    """
+    table = Table(title="What each worker held, sent and took per step")
+    columns = ("worker", "coverage", "parameters", "gradients", "optimizer", "peak memory", "sent", "step", "busy")
+    for column in columns:
+        table.add_column(column, justify="right")
+    size = len(rows) // workers
+    for worker in range(workers):
+        own = rows[worker * size : (worker + 1) * size]
+        most = {name: max(row[name] for row in own) for name in own[0]}
+        sizes = [format_count(value) + "B" for name, value in most.items() if name.endswith("_bytes")]
+        times = [f"{1000 * most[name]:.1f} ms" for name in ("step_time", "busy_time")]
+        table.add_row(str(worker), f"{most['effective_coverage']:.2f}", *sizes, *times)
+    return table
 
 
 def plot_plan(plan: MaskPlan, path: str | Path) -> None:

@@ -67,6 +67,7 @@ class Run:
         starts_on_meta: Whether the module was on the meta device, and no process may ever need all of it.
         reducer: Averages gradients in every step; ``None`` with periodic averaging, or without training.
         averaging: Averages parameters every few steps.
+        how: How holders average; ``None`` without training.
         check: Sees to it that holders agree; ``None`` unless the user wants it.
     """
 
@@ -85,7 +86,7 @@ class Run:
         self.averaging: PeriodicAveraging | None = None
         self.check: ConsistencyCheck | None = None
         self._order = [name for name, _ in module.named_parameters()]
-        self._averaging: Averaging | None = None
+        self.how: Averaging | None = None
         self._accumulates = False
         self._steps_now = False  # after a backward pass; in automatic optimization that runs within the step
         self._in_step = False  # between forward and backward pass
@@ -148,7 +149,7 @@ class Run:
 
     def average(self, how: Averaging) -> None:
         """Averages gradients over their holders in every step, or parameters every few steps."""
-        self._averaging = how
+        self.how = how
         trained, order, groups = self.part.trained, self._order, self.groups
         if how.period == 1:
             self.reducer = GradientReducer(trained, order, groups, how.bucket_cap_mb, how.reduce_dtype)
@@ -164,7 +165,8 @@ class Run:
         reduces = self.reducer is not None and self.reducer.enabled
         starts_period = self.averaging is not None and self.averaging.is_at_end and not self._accumulates
         if reduces or starts_period:
-            self.buffers.before_forward()
+            with self.groups.waiting.measured():
+                self.buffers.before_forward()
         if self.mask is not None:
             self.mask.follow()
 
@@ -191,11 +193,13 @@ class Run:
         """Makes weights equal again where an optimizer step calls for it; collective."""
         self.after_optimizer_step(optimizer)
         if self.averaging is not None:
-            self.averaging.after_step(optimizer)
+            with self.groups.waiting.measured():
+                self.averaging.after_step(optimizer)
         if self.mask is not None and self._refresh is not None:
             self._steps_now = False
             self.mask.write_back()
-            self._refresh.run()
+            with self.groups.waiting.measured():
+                self._refresh.run()
 
     def _mark_gradients(self) -> None:
         """Notes from now on which parameters get gradients, also those that the user has thawed."""
@@ -284,7 +288,7 @@ class Run:
             masking: ``"forward"`` or ``"backward"``.
             layout: Of the optimizers.
         """
-        assert self._averaging is not None
+        assert self.how is not None
         self._forget_gradients()
         for parameter in [*self.module.parameters(), *self.part.leaves.values()]:
             parameter.grad = None
@@ -304,7 +308,7 @@ class Run:
         self._take_part(plan, masking, groups, stored=stored)
         layout.follow(self.part, plan, groups)
         layout.put_states(states | moved)
-        self.average(self._averaging)
+        self.average(self.how)
 
     def _forget_gradients(self) -> None:
         """Takes the hooks off that follow gradients."""

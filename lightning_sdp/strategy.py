@@ -49,6 +49,7 @@ from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import tracked_batchnorms
 from lightning_sdp.sync.consistency import ConsistencyCheck
 from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.usage import gather, measure
 
 
 class SDPStrategy(DDPStrategy):
@@ -393,7 +394,7 @@ class SDPStrategy(DDPStrategy):
         if not run.is_between_steps:
             raise ValueError(
                 "The plan can change only between two steps, but a step is under way or gradients are being "
-                "accumulated. Call strategy.replan after an optimizer step, or use a MaskingSchedule, which waits for it."
+                "accumulated. Call strategy.replan after an optimizer step, or use a MaskingSchedule, which waits."
             )
         self._check_options(masking)
         self._require_compatible(new, masking)
@@ -467,6 +468,32 @@ class SDPStrategy(DDPStrategy):
         """Lets gradients accumulate without averaging."""
         with nullcontext() if self._run is None else self._run.accumulating():
             yield
+
+    # what it takes
+
+    def usage(self, **measured: float) -> list[dict[str, float]]:
+        """What every rank holds and sends; collective, between two steps of a training.
+
+        Args:
+            measured: What this rank measured itself, with the same names on all ranks.
+
+        Returns:
+            For every rank, in order: ``effective_coverage``, the share of all blocks or groups of neurons that it
+            holds, kept ones included; ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes``; ``peak_bytes``,
+            the most that was allocated on a CUDA device or resident in the process; ``sent_bytes`` per optimizer step,
+            as `communication_bytes` forecasts them; and what it measured.
+
+        Raises:
+            RuntimeError: Nothing is being trained.
+        """
+        if self._run is None or self._layout is None:
+            raise RuntimeError("strategy.usage measures a running training: call it in a hook of one.")
+        own = measure(self._run, self.optimizers)
+        return gather(own | measured, self._run.groups)
+
+    def seconds_waited(self) -> float:
+        """Seconds that this rank has waited for what others send since the first call in a run; local."""
+        return 0.0 if self._run is None else self._run.groups.waiting.seconds()
 
     # the full model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn as nn
 
 from lightning_sdp.components import Component
@@ -9,12 +10,17 @@ from lightning_sdp.plan import MaskPlan
 
 
 def communication_bytes(
-    plan: MaskPlan, module: nn.Module, *, ranks_per_worker: int = 1, masking: str = "forward"
+    plan: MaskPlan,
+    module: nn.Module,
+    *,
+    ranks_per_worker: int = 1,
+    masking: str = "forward",
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[int, ...]:
     """Bytes that each worker's ranks send per step to average gradients, and to refresh what they do not hold.
 
     A ring all-reduce over H holders sends ``2·(|H|−1)/|H|`` times its payload from every one of them; summed over the
-    holder sets that a worker belongs to (the definition is ours). Trainable parameters count, in their own dtype.
+    holder sets that a worker belongs to (the definition is ours). Gradients of trainable parameters count.
     Backward masking adds a broadcast of every component that not all hold to all W ranks: (W−1) times its size, which
     is counted in equal shares for all ranks, as they pass it on among themselves.
 
@@ -23,6 +29,7 @@ def communication_bytes(
         module: The full model; parameters may be on the meta device.
         ranks_per_worker: Processes per worker.
         masking: ``"forward"`` or ``"backward"``.
+        reduce_dtype: In which dtype gradients travel; default: each in its own.
 
     Returns:
         Bytes sent per step by one rank of each worker.
@@ -33,7 +40,8 @@ def communication_bytes(
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        bytes_ = parameter.numel() * parameter.element_size()
+        dtype = reduce_dtype if reduce_dtype and parameter.is_floating_point() else parameter.dtype
+        bytes_ = parameter.numel() * dtype.itemsize
         shares = [(holders.get(name, everyone), 1.0)]
         if name in layouts:
             layout = layouts[name]

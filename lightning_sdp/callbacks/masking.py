@@ -13,6 +13,25 @@ if TYPE_CHECKING:
 CHECKPOINT_KEY = "lightning_sdp"
 
 
+def strategy_of(trainer: Trainer, purpose: str) -> SDPStrategy:
+    """The trainer's strategy, if it is the right one.
+
+    Args:
+        trainer: The trainer.
+        purpose: Which callback needs it, and for what: "X watches", say.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    strategy: Any = trainer.strategy
+    if not hasattr(strategy, "replan"):
+        raise ValueError(
+            f"{purpose} what SDPStrategy masks, but the strategy is {type(strategy).__name__}: use "
+            "Trainer(strategy='sdp'), or remove the callback."
+        )
+    return strategy  # type: ignore[no-any-return]
+
+
 class MaskingMode(Callback):
     """A masking regime; `SDPStrategy` puts one first among the callbacks."""
 

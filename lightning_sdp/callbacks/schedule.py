@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_sdp.assignment import check_shares
+from lightning_sdp.callbacks.masking import strategy_of
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.settings import MASKINGS, one_of
 from lightning_sdp.sync.agreement import agree
@@ -145,13 +146,7 @@ class MaskingSchedule(Callback):
 
 
 def _strategy(trainer: Trainer) -> SDPStrategy:
-    strategy: Any = trainer.strategy
-    if not hasattr(strategy, "replan"):
-        raise ValueError(
-            f"MaskingSchedule changes what SDPStrategy masks, but the strategy is {type(strategy).__name__}: use "
-            "Trainer(strategy='sdp'), or remove the callback."
-        )
-    return strategy  # type: ignore[no-any-return]
+    return strategy_of(trainer, "MaskingSchedule changes")
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdp.plan import MaskPlan
+from lightning_sdp.sync.waiting import Waiting
 
 Ranks = tuple[int, ...]
 
@@ -34,6 +35,7 @@ class HolderGroups:
         world: All ranks.
         layouts: How tensors that some rank has only a part of are spread over the ranks, by tensor name.
         world_group: The process group of all ranks.
+        waiting: How long this rank waits for others in them.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class HolderGroups:
         previous: HolderGroups | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
+        self.waiting: Waiting = Waiting(device) if previous is None else previous.waiting
         self.world: Ranks = tuple(range(world_size))
         self.ranks_per_worker = world_size // plan.num_subnetworks
         self._tensor_holders = {name: self.ranks_of(workers) for name, workers in plan.tensor_holders().items()}

@@ -329,14 +329,15 @@ class GradientReducer:
             return
         self._launch(all_remaining=True)
         flat = [bucket for bucket in self._buckets if isinstance(bucket, _FlatBucket) and bucket.active]
-        for bucket in flat:
-            bucket.arrive()
-        for bucket in flat:
-            self._settle_unused(bucket)
-            bucket.work = None
-        for parts in self._buckets:
-            if isinstance(parts, _PartBucket) and parts.work is not None:
-                parts.arrive()
+        with self._groups.waiting.measured():
+            for bucket in flat:
+                bucket.arrive()
+            for bucket in flat:
+                self._settle_unused(bucket)
+                bucket.work = None
+            for parts in self._buckets:
+                if isinstance(parts, _PartBucket) and parts.work is not None:
+                    parts.arrive()
         self._running = False
 
     def _begin(self) -> None:

@@ -78,6 +78,7 @@ def test_public_names() -> None:
         "MaskingSchedule",
         "Member",
         "ParamSlice",
+        "SDPMonitor",
         "SDPReference",
         "SDPStrategy",
         "communication_bytes",

@@ -34,6 +34,16 @@ def test_each_holder_set_counts_by_its_size() -> None:
     assert communication_bytes(plan, module) == (round(shared + pair), round(shared + pair), round(shared))
 
 
+def test_gradients_count_in_the_dtype_in_which_they_travel() -> None:
+    module = Stack(3)
+    plan = plan_of(module, 3, [0, 1], [0], [0, 1, 2])
+    own, half = communication_bytes(plan, module), communication_bytes(plan, module, reduce_dtype=torch.bfloat16)
+    assert half == pytest.approx([bytes_ / 2 for bytes_ in own], abs=1)
+    refreshed = communication_bytes(plan, module, masking="backward", reduce_dtype=torch.bfloat16)
+    refresh = communication_bytes(plan, module, masking="backward")[2] - own[2]
+    assert refreshed[2] == pytest.approx(half[2] + refresh, abs=1), "weights travel in their own dtype"
+
+
 def test_several_ranks_per_worker_average_among_themselves() -> None:
     module = Stack(3)
     plan = plan_of(module, 2, [0], [0, 1], [1])
