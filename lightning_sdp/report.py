@@ -115,7 +115,7 @@ def usage_table(rows: Sequence[Mapping[str, float]], workers: int) -> Table:
         workers: Number of workers.
     """
     table = Table(title="What each worker held, sent and took per step")
-    columns = ("worker", "coverage", "parameters", "gradients", "optimizer", "peak memory", "sent", "step", "busy")
+    columns = ("worker", "coverage", "parameters", "gradients", "optimizer", "peak", "sent", "step", "busy")
     for column in columns:
         table.add_column(column, justify="right")
     size = len(rows) // workers
