@@ -17,7 +17,12 @@ from tests.models import SHAPES, Net, batches, loader, same_state
 
 BLOCK = {"coverage": 0.5, "keep_ends": 0}
 NEURON = {**BLOCK, "granularity": "neuron"}
-REGIMES = [BLOCK, NEURON, {**BLOCK, "masking": "backward"}, {**NEURON, "masking": "backward"}]
+REGIMES = [
+    BLOCK,
+    {**NEURON, "masking": "backward"},
+    pytest.param(NEURON, marks=pytest.mark.slow),
+    pytest.param({**BLOCK, "masking": "backward"}, marks=pytest.mark.slow),
+]
 PER_EPOCH = 3
 
 
@@ -91,7 +96,7 @@ def test_thawing_blocks_and_adding_their_groups_equals_the_reference(pool, tmp_p
     torch.testing.assert_close(saved["optimizer_states"][0]["state"], plain["state"], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, {**NEURON, "masking": "backward"}])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), {**NEURON, "masking": "backward"}])
 def test_a_run_resumes_after_groups_were_added(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     whole = pool(2).run(fit_thawing, sdp, 4)
     pool(2).run(fit_thawing, sdp, 2, str(tmp_path))
@@ -128,7 +133,7 @@ def fit_adding(sdp: dict[str, Any], plainly: bool) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, {**NEURON, "masking": "backward"}])
+@pytest.mark.parametrize("sdp", [BLOCK, pytest.param({**NEURON, "masking": "backward"}, marks=pytest.mark.slow)])
 def test_a_group_that_is_added_by_hand_needs_the_plain_structure(pool, sdp: dict[str, Any]) -> None:
     results = pool(3).run(fit_adding, sdp, True)
     net = frozen()
@@ -179,7 +184,9 @@ def fit_tuned(sdp: dict[str, Any], directory: str, lr: float | None = None) -> t
     return dict(net.state_dict()), net.lr
 
 
-@pytest.mark.parametrize("sdp", [*REGIMES, {**BLOCK, "model_averaging_period": 3}])
+@pytest.mark.parametrize(
+    "sdp", [*REGIMES[1:], pytest.param({**BLOCK, "model_averaging_period": 3}, marks=pytest.mark.slow)]
+)
 def test_a_search_for_a_learning_rate_leaves_nothing_behind(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     """Training with the rate that was found is training with that rate from the start."""
     found = pool(3).run(fit_tuned, sdp, str(tmp_path))

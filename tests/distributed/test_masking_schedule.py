@@ -74,8 +74,15 @@ def expected_plans(base: MaskPlan, entries: str) -> list[MaskPlan]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("entries", ["regimes", "rotation"])
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize(
+    ("sdp", "entries"),
+    [
+        (NEURON, "regimes"),
+        (BLOCK, "rotation"),
+        pytest.param(BLOCK, "regimes", marks=pytest.mark.slow),
+        pytest.param(NEURON, "rotation", marks=pytest.mark.slow),
+    ],
+)
 def test_a_schedule_of_three_entries_equals_the_reference(pool, world: int, sdp: dict[str, Any], entries: str) -> None:
     table = REGIMES if entries == "regimes" else ROTATION
     results = pool(world).run(fit_scheduled, sdp, table, gradient_clip_val=0.05)
@@ -173,8 +180,16 @@ def fit_and_save(
 EPOCHS = [{"epoch": 2, "rotate_every_n_steps": 1}, {"epoch": 4, "masking": "backward"}]
 
 
-@pytest.mark.parametrize("saved_at", [4, 6, 10])
-@pytest.mark.parametrize("entries", [REGIMES, ROTATION, EPOCHS], ids=["regimes", "rotation", "epochs"])
+@pytest.mark.parametrize(
+    ("entries", "saved_at"),
+    [
+        (REGIMES, 4),
+        (ROTATION, 6),
+        *[pytest.param(REGIMES, saved_at, marks=pytest.mark.slow) for saved_at in (6, 10)],
+        *[pytest.param(ROTATION, saved_at, marks=pytest.mark.slow) for saved_at in (4, 10)],
+        *[pytest.param(EPOCHS, saved_at, marks=pytest.mark.slow) for saved_at in (4, 6, 10)],
+    ],
+)
 def test_a_run_resumed_between_two_entries_is_bit_equal_to_an_uninterrupted_one(
     pool, tmp_path: Path, entries: list[dict[str, Any]], saved_at: int
 ) -> None:
@@ -208,7 +223,7 @@ def fit_changed(directory: str, steps: int, save: bool, resume: str | None, **sd
     return {"full": dict(net.state_dict()), "plans": seen.plans, "maskings": seen.maskings}
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("sdp", [BLOCK, pytest.param(NEURON, marks=pytest.mark.slow)])
 def test_a_resumed_run_keeps_a_plan_that_was_changed_by_hand(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     whole = pool(3).run(fit_changed, str(tmp_path), 8, False, None, **sdp)
     pool(3).run(fit_changed, str(tmp_path), 4, True, None, **sdp)

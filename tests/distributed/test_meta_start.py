@@ -69,8 +69,10 @@ def full_from_parts(plan: MaskPlan, net: nn.Module, parts: list[dict[str, Tensor
     return full
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-@pytest.mark.parametrize(("sdp", "kind"), [(BLOCK, "mlp"), (NEURON, "gqa"), (NEURON, "conv")])
+@pytest.mark.parametrize("masking", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sdp", "kind"), [(BLOCK, "mlp"), (NEURON, "conv"), pytest.param(NEURON, "gqa", marks=pytest.mark.slow)]
+)
 def test_a_model_on_meta_trains_like_the_reference_from_equal_values(
     pool, tmp_path: Path, sdp: dict[str, Any], kind: str, masking: str
 ) -> None:
@@ -97,7 +99,9 @@ def test_a_model_on_meta_trains_like_the_reference_from_equal_values(
         )
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON, {**NEURON, "masking": "backward"}])
+@pytest.mark.parametrize(
+    "sdp", [NEURON, *[pytest.param(sdp, marks=pytest.mark.slow) for sdp in (BLOCK, {**NEURON, "masking": "backward"})]]
+)
 def test_a_run_on_meta_resumes_bit_equal(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     pool(3).run(fit, sdp, "mlp", str(tmp_path), None, 6)
     pool(3).run(fit, sdp, "mlp", str(tmp_path), None, 3)

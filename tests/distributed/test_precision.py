@@ -77,8 +77,15 @@ def fit_scaled(sdp: dict[str, Any], optimizer: str = "adamw", **options: Any) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize(
+    ("sdp", "masking"),
+    [
+        (BLOCK, "forward"),
+        (NEURON, "backward"),
+        pytest.param(BLOCK, "backward", marks=pytest.mark.slow),
+        pytest.param(NEURON, "forward", marks=pytest.mark.slow),
+    ],
+)
 def test_a_scaler_skips_a_step_on_all_ranks_or_on_none(pool, world: int, sdp: dict[str, Any], masking: str) -> None:
     sdp = {**sdp, "masking": masking}
     results = pool(world).run(fit_scaled, sdp, gradient_clip_val=0.05)
@@ -141,8 +148,10 @@ def fit_half(sdp: dict[str, Any], precision: str) -> dict[str, Any]:
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON, {**NEURON, "masking": "backward"}])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("16-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sdp", [NEURON, *[pytest.param(sdp, marks=pytest.mark.slow) for sdp in (BLOCK, {**NEURON, "masking": "backward"})]]
+)
 def test_half_precision_stays_near_the_reference(pool, sdp: dict[str, Any], precision: str) -> None:
     results = pool(3).run(fit_half, sdp, precision)
     expected = reference(3, 3, sdp, "mlp", 6, {"dtype": torch.float32}, gradient_clip_val=0.5)

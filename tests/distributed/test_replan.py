@@ -136,17 +136,36 @@ def check(
                 assert state == 2 * held, f"step {step}, rank {rank}"
 
 
+# A few in the fast run, all of them in the long one.
+MATRIX = [
+    pytest.param(
+        sdp, change, marks=() if (sdp is NEURON) == ("up" in change or "backward" in change) else pytest.mark.slow
+    )
+    for sdp in (BLOCK, NEURON)
+    for change in CHANGES
+]
+
+
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize(("sdp", "change"), MATRIX)
 def test_ten_steps_with_changes_equal_the_reference(pool, world: int, sdp: dict[str, Any], change: str) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
     check(pool, world, world, sdp, "gqa", CHANGES[change], model={"blocks": 3}, **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("change", BACKWARD)
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize(
+    ("sdp", "change"),
+    [
+        (NEURON, "another assignment"),
+        (BLOCK, "to forward masking"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(BLOCK, "another assignment"), (NEURON, "to forward masking")]
+        ],
+        *[pytest.param(sdp, "up to full coverage and back", marks=pytest.mark.slow) for sdp in (BLOCK, NEURON)],
+    ],
+)
 def test_changes_that_begin_with_backward_masking_equal_the_reference(
     pool, world: int, sdp: dict[str, Any], change: str
 ) -> None:
@@ -167,13 +186,20 @@ def test_two_ranks_of_a_worker_equal_the_reference(pool, sdp: dict[str, Any]) ->
         {3: {"masking": "backward"}, 6: {"masking": "forward"}},
     ],
 )
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), NEURON])
 def test_buffers_and_statistics_of_batchnorm_equal_the_reference(pool, sdp: dict[str, Any], changes: Any) -> None:
     check(pool, 3, 3, sdp, "conv", changes, model={"optimizer": "momentum", "blocks": 3})
 
 
-@pytest.mark.parametrize("average_state", [False, True])
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize(
+    ("sdp", "average_state"),
+    [
+        (BLOCK, True),
+        (NEURON, False),
+        pytest.param(BLOCK, False, marks=pytest.mark.slow),
+        pytest.param(NEURON, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_change_within_a_period_ends_it_and_equals_the_reference(
     pool, sdp: dict[str, Any], average_state: bool
 ) -> None:
@@ -181,8 +207,8 @@ def test_a_change_within_a_period_ends_it_and_equals_the_reference(
     check(pool, 3, 3, sdp, "gqa", {4: {"seed": 5}, 6: {"coverage": 1.0}, 8: {"turns": 1}}, model={"blocks": 2})
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), NEURON])
 def test_state_from_the_start_and_no_state_equal_the_reference(pool, sdp: dict[str, Any], optimizer: str) -> None:
     check(pool, 3, 3, sdp, "gqa", CHANGES["rotated"], model={"blocks": 2, "optimizer": optimizer, "groups": True})
 
@@ -211,7 +237,7 @@ def fit_and_keep_graphs(sdp: dict[str, Any]) -> dict[str, Tensor]:
     return dict(fit_with(sdp, 6, [KeepGraphs(), Replan(CHANGES["rotated"])]).state_dict())
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize("masking", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_graphs_that_the_user_keeps_alive_change_nothing(pool, masking: str) -> None:
     sdp = {**NEURON, "masking": masking}
     expected = reference_changing(3, 3, sdp, "mlp", 6, {}, CHANGES["rotated"]).module.state_dict()
@@ -298,7 +324,12 @@ def fit_in_hook(sdp: dict[str, Any], hook: str, change: Change) -> dict[str, Ten
 
 @pytest.mark.parametrize("change", [{"seed": 5}, {"masking": "backward"}, {"coverage": 1.0}])
 @pytest.mark.parametrize(
-    ("hook", "step"), [("on_train_epoch_start", 0), ("on_validation_epoch_end", 4), ("on_train_batch_end", 4)]
+    ("hook", "step"),
+    [
+        pytest.param("on_train_epoch_start", 0, marks=pytest.mark.slow),
+        ("on_validation_epoch_end", 4),
+        pytest.param("on_train_batch_end", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_the_plan_can_change_in_any_hook_between_steps(pool, hook: str, step: int, change: Change) -> None:
     expected = reference_changing(3, 3, NEURON, "mlp", 7, {}, {step: change}).module.state_dict()

@@ -96,8 +96,15 @@ def fit_two_optimizers(sdp: dict[str, Any], toggles: bool) -> tuple[dict[str, Te
     return full, [parameter.requires_grad for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("toggles", [False, True])
-@pytest.mark.parametrize("sdp", [FORWARD, {**FORWARD, "granularity": "neuron"}, BACKWARD, NEURON])
+@pytest.mark.parametrize("toggles", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "sdp",
+    [
+        FORWARD,
+        NEURON,
+        *[pytest.param(sdp, marks=pytest.mark.slow) for sdp in ({**NEURON, "masking": "forward"}, BACKWARD)],
+    ],
+)
 def test_two_optimizers_in_turn_equal_the_reference(pool, sdp: dict[str, Any], toggles: bool) -> None:
     results = pool(3).run(fit_two_optimizers, sdp, toggles)
     net = seeded(TwoOptimizers)
