@@ -120,9 +120,9 @@ def refused(pool: Any, *case: Any, **options: Any) -> str:
     ("sdp", "name"),
     [
         (BLOCK, WEIGHT),
-        (BLOCK, "stem.bias"),
+        pytest.param(BLOCK, "stem.bias", marks=pytest.mark.slow),
         (NEURON, WEIGHT),
-        ({**BLOCK, "masking": "backward"}, WEIGHT),
+        pytest.param({**BLOCK, "masking": "backward"}, WEIGHT, marks=pytest.mark.slow),
         ({**NEURON, "masking": "backward"}, WEIGHT),
     ],
 )
@@ -148,7 +148,7 @@ def test_every_step_of_several_optimizers_counts(pool) -> None:
     assert text.startswith("After step 6, rank 2 differs from ranks 0, 1 in 'head.weight'. ")
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), NEURON])
 def test_holders_of_a_new_plan_are_compared(pool, sdp: dict[str, Any]) -> None:
     changes = {2: {"turns": 1, "coverage": 0.67}}
     plan = changed(plan_for(make("mlp"), 3, sdp, torch.zeros(2, *SHAPES["mlp"], dtype=torch.float64)), changes[2])
@@ -174,13 +174,14 @@ def test_a_correct_run_agrees_after_every_step(pool, sdp: dict[str, Any], kind: 
     assert pool(3).run(fit, sdp, kind, 1, [], 5, **options) == [(5, 5)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sdp", [BLOCK, NEURON])
 @pytest.mark.parametrize("change", ["another assignment", "to backward masking and back"])
 def test_a_correct_run_agrees_through_changes_of_its_plan(pool, sdp: dict[str, Any], change: str) -> None:
     assert pool(3).run(fit, sdp, "mlp", 1, [Replan(CHANGES[change])], 8) == [(8, 8)] * 3
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("sdp", [BLOCK, pytest.param(NEURON, marks=pytest.mark.slow)])
 def test_local_steps_are_compared_at_the_end_of_their_period(pool, sdp: dict[str, Any]) -> None:
     """Comparisons are due after steps 2, 4, 6 and 8, and come after 3 and 6."""
     assert pool(3).run(fit, {**sdp, "model_averaging_period": 3}, "mlp", 2, [], 8) == [(8, 2)] * 3

@@ -105,7 +105,7 @@ def expected(plan: MaskPlan, masking: str, worker: int) -> dict[str, float]:
 CHANGES: dict[int, Change] = {2: {"masking": "backward", "seed": 3}, 4: {"masking": "forward", "coverage": 0.75}}
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), NEURON])
 def test_numbers_are_those_counted_by_hand_under_every_plan(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     results = pool(3).run(fit, sdp, [str(tmp_path)], callbacks=[Replan(CHANGES)])
     base = plan = base_plan(sdp)
@@ -199,7 +199,14 @@ def test_validation_is_not_part_of_a_step(pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sdp", [BLOCK, NEURON, {**NEURON, "masking": "backward"}, {**NEURON, "model_averaging_period": 2}]
+    "sdp",
+    [
+        {**NEURON, "masking": "backward"},
+        *[
+            pytest.param(sdp, marks=pytest.mark.slow)
+            for sdp in (BLOCK, NEURON, {**NEURON, "model_averaging_period": 2})
+        ],
+    ],
 )
 def test_weights_are_bit_equal_with_and_without(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}

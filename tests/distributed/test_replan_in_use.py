@@ -86,7 +86,9 @@ def fit_in_full_model(change: dict[str, Any]) -> tuple[int, int, dict[str, Tenso
     return inside, after, values
 
 
-@pytest.mark.parametrize("change", [{"seed": 5}, {"coverage": 1.0}, {"masking": "backward"}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 5}, pytest.param({"coverage": 1.0}, marks=pytest.mark.slow), {"masking": "backward"}]
+)
 def test_the_full_model_stays_open_for_its_user(pool, change: dict[str, Any]) -> None:
     results = pool(3).run(fit_in_full_model, change)
     for inside, after, values in results:
@@ -118,7 +120,7 @@ def fit_open_or_closed(sdp: dict[str, Any], hook: str, change: dict[str, Any]) -
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_change_while_the_full_model_is_open_is_one_while_it_is_closed(pool, period: int) -> None:
     sdp = {**BLOCK, "model_averaging_period": period, "recalibrate_batchnorm": 0}
     a, b = (pool(3).run(fit_open_or_closed, sdp, hook, {"seed": 5}) for hook in ("open", "closed"))
@@ -190,7 +192,7 @@ def fit_then_look(sdp: dict[str, Any], changes: list[dict[str, Any]]) -> list[di
     return at.out
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON, {**BLOCK, "coverage": 1.0}])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), NEURON, {**BLOCK, "coverage": 1.0}])
 def test_changes_without_training_keep_the_statistics_of_the_full_model(pool, sdp: dict[str, Any]) -> None:
     changes = [{"seed": 5, "masking": "forward"}, {"seed": 6}, {"turns": 1}, {"coverage": 1.0}]
     for first, *others in pool(3).run(fit_then_look, sdp, changes):
@@ -234,7 +236,7 @@ def fit_halves(sdp: dict[str, Any], changes: dict[int, dict[str, Any]]) -> list[
     return states
 
 
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON])
+@pytest.mark.parametrize("sdp", [pytest.param(BLOCK, marks=pytest.mark.slow), NEURON])
 def test_states_of_two_optimizers_stay_apart(pool, sdp: dict[str, Any]) -> None:
     adam, sgd = pool(3).run(fit_halves, sdp, {2: {"seed": 5}, 4: {"turns": 1}})[0]
     assert all(
@@ -294,7 +296,9 @@ def fit_twice(entries: list[dict[str, Any]]) -> list[list[str]]:
     return out
 
 
-@pytest.mark.parametrize("entry", [{"coverage": 1.0}, {"rotate_every_n_steps": 2}])
+@pytest.mark.parametrize(
+    "entry", [pytest.param({"coverage": 1.0}, marks=pytest.mark.slow), {"rotate_every_n_steps": 2}]
+)
 def test_a_schedule_serves_a_second_fit(pool, entry: dict[str, Any]) -> None:
     first, second = pool(2).run(fit_twice, [{"step": 1, **entry}])[0]
     assert first == second and len(set(first)) > 1
@@ -392,12 +396,14 @@ def test_what_a_rank_has_right_after_a_change(pool, sdp: dict[str, Any]) -> None
             assert same_state(result["after"], results[0]["before"]), "rank 0's, as under DDP"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sdp", [BLOCK, NEURON])
 def test_batchnorm_with_two_ranks_per_worker_equals_the_reference(pool, sdp: dict[str, Any]) -> None:
     changes = {3: {"seed": 5}, 5: {"coverage": 1.0}, 7: {"turns": 1}}
     check(pool, 4, 2, sdp, "conv", changes, model={"optimizer": "momentum", "blocks": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sdp", [BLOCK, NEURON])
 def test_local_steps_with_two_ranks_per_worker_equal_the_reference(pool, sdp: dict[str, Any]) -> None:
     sdp = {**sdp, "model_averaging_period": 3}
@@ -475,7 +481,9 @@ def resume_refused(path: str, **sdp: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"model_averaging_period": 4}, {"eval_model": "subnetwork"}])
+@pytest.mark.parametrize(
+    "options", [{"model_averaging_period": 4}, pytest.param({"eval_model": "subnetwork"}, marks=pytest.mark.slow)]
+)
 def test_options_that_exclude_a_resumed_regime_are_refused(pool, tmp_path, options: dict[str, Any]) -> None:
     pool(2).run(fit_regime, str(tmp_path), 3, True, None, **BLOCK)
     for text in pool(2).run(resume_refused, str(tmp_path / "regime.ckpt"), **{**BLOCK, **options}):
@@ -490,7 +498,9 @@ def fit_with_unused_layers(sdp: dict[str, Any]) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("sdp", [{**BLOCK, "coverage": 0.6}, {**NEURON, "coverage": 0.6}])
+@pytest.mark.parametrize(
+    "sdp", [pytest.param({**BLOCK, "coverage": 0.6}, marks=pytest.mark.slow), {**NEURON, "coverage": 0.6}]
+)
 def test_state_that_a_rank_has_not_needed_yet_comes_from_the_source(pool, sdp: dict[str, Any]) -> None:
     sdp = {**sdp, "model_averaging_period": 2}
     results = pool(3).run(fit_with_unused_layers, sdp)
