@@ -90,8 +90,12 @@ class TensorLayout:
 
     def view(self, local: Tensor, part: ParamSlice, holder: int) -> Tensor:
         """A view of one slice in what a holder stores of the tensor."""
-        (at,) = _local_starts(self.runs(holder), [(part.start, part.stop)])
-        return local.narrow(self.dim, at, part.stop - part.start)
+        return self.narrow(local, part.start, part.stop, holder)
+
+    def narrow(self, local: Tensor, start: int, stop: int, holder: int) -> Tensor:
+        """A view of the entries ``start … stop - 1`` of the full tensor, which a holder has, in what it stores."""
+        (at,) = _local_starts(self.runs(holder), [(start, stop)])
+        return local.narrow(self.dim, at, stop - start)
 
     def renamed(self, rename: Callable[[tuple[int, ...]], tuple[int, ...]]) -> TensorLayout:
         """The same layout with other names for the holders: ranks for workers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 from lightning_sdp.plan import MaskPlan
@@ -100,4 +101,26 @@ def require_compatible(
         raise ValueError(
             f"{type(averages).__name__} pairs parameters by their positions, but processes have different ones. Use "
             "masking='backward', or average the full model in `with strategy.full_model()`."
+        )
+
+
+def require_own_files(checkpoint_io: CheckpointIO, callbacks: Sequence[Callback]) -> None:
+    """Refuses what does not go with distributed checkpoints.
+
+    Args:
+        checkpoint_io: What the strategy would write a plain checkpoint with.
+        callbacks: The trainer's callbacks.
+
+    Raises:
+        ValueError: There is something.
+    """
+    if type(checkpoint_io) is not TorchCheckpointIO:
+        raise ValueError(
+            f"{type(checkpoint_io).__name__} does not go with save_distributed_checkpoint=True: every process writes a "
+            "part of the checkpoint, in the format of torch.distributed.checkpoint. Leave one of them out."
+        )
+    if any(isinstance(callback, WeightAveraging) for callback in callbacks):
+        raise ValueError(
+            "Weight averaging callbacks put a state dict of their own into the checkpoint, which "
+            "save_distributed_checkpoint=True cannot take apart. Use save_distributed_checkpoint=False."
         )

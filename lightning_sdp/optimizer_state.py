@@ -39,6 +39,9 @@ class OptimizerLayout:
 
     Attributes:
         needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
+        shapes: The full model's shapes, by parameter.
+        trained: What this rank trains, by parameter.
+        layouts: How parameters that some rank has only a part of are spread over the ranks.
 
     Raises:
         ValueError: An optimizer holds a tensor that is not a parameter of the module.
@@ -53,7 +56,7 @@ class OptimizerLayout:
         groups: HolderGroups,
     ) -> None:
         self._optimizers = list(optimizers)
-        self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        self.shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         self._known = {id(parameter): name for name, parameter in module.named_parameters()}
         self._name_of = self._known
         self._layout = self._record()
@@ -71,7 +74,7 @@ class OptimizerLayout:
             plan: Who holds what.
             groups: Holder sets and their process groups.
         """
-        self._part, self._plan, self._groups, self._trained = part, plan, groups, dict(part.trained)
+        self._part, self._plan, self._groups, self.trained = part, plan, groups, dict(part.trained)
         self._remote = [  # what rank 0 lacks, a component at a time
             (groups.component_holders[component.name], component.slices)
             for component in plan.components
@@ -79,14 +82,24 @@ class OptimizerLayout:
         ]
         self.needs_others = bool(self._remote)
         self._name_of = self._known | {id(tensor): name for name, tensor in part.trained.items()}
-        self._cut = {n: (layout, self._shapes[n]) for n, layout in groups.layouts.items() if n in self._shapes}
+        self.layouts = {name: layout for name, layout in groups.layouts.items() if name in self.shapes}
         for optimizer, layout in zip(self._optimizers, self._layout, strict=True):
             for names, group in zip(layout, optimizer.param_groups, strict=True):
                 group["params"] = [part.trained[name] for name in names if name in part.trained]
 
+    @property
+    def rank(self) -> int:
+        """The calling rank."""
+        return self._groups.rank
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks while something is trained."""
+        return self._groups.world_group
+
     def names_of(self, wanted: Container[str]) -> dict[int, str]:
         """The names of this rank's tensors that are wanted, by their ``id``."""
-        return {id(tensor): name for name, tensor in self._trained.items() if name in wanted}
+        return {id(tensor): name for name, tensor in self.trained.items() if name in wanted}
 
     def require_recorded(self) -> None:
         """Refuses optimizers that have got or lost parameters or groups.
@@ -95,7 +108,7 @@ class OptimizerLayout:
             ValueError: One of them has.
         """
         for layout, optimizer in zip(self._layout, self._optimizers, strict=True):
-            expected = [[id(self._trained[name]) for name in names if name in self._trained] for names in layout]
+            expected = [[id(self.trained[name]) for name in names if name in self.trained] for names in layout]
             present = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
             if present == expected:
                 continue
@@ -157,13 +170,13 @@ class OptimizerLayout:
             values |= {k: v.to(self._groups.device) if moved else v for k, (v, moved) in held.facts.items()}
             for place, value in values.items():
                 position, _, key = place.partition("/")
-                self._optimizers[int(position)].state[self._trained[name]][key] = value
+                self._optimizers[int(position)].state[self.trained[name]][key] = value
 
     def _is_elementwise(self, name: str, value: Any) -> bool:
         """Whether a value of a parameter's state can move in parts, or as the parameter does: as a whole."""
         if not isinstance(value, Tensor) or value.dim() == 0:
             return False
-        return name not in self._cut or self._is_local(name, value)
+        return name not in self.layouts or self.is_local(name, value)
 
     def _names(self, group: Mapping[str, Any], position: int) -> list[str]:
         names = [self._name_of.get(id(parameter)) for parameter in group["params"]]
@@ -188,31 +201,43 @@ class OptimizerLayout:
         Raises:
             ValueError: On every rank: the optimizer of some rank got parameters that it did not have at the start.
         """
-        local = optimizer.state_dict()
-        layout = self._layout[position]
-        numbers = {name: i for i, name in enumerate(name for names in layout for name in names)}
 
-        def own_state() -> dict[int, Any]:
-            self.require_recorded()
-            return self._own_state(optimizer, local, numbers)
+        def own_state() -> dict[str, Any]:
+            return self.own_state_dict(position, optimizer)
 
-        state = own_state() if not self.needs_others else agree(own_state, lambda _: ())
+        local = agree(own_state, lambda _: ()) if self.needs_others else own_state()
+        numbers = {name: i for i, name in enumerate(name for names in self._layout[position] for name in names)}
+        state = {numbers[name]: entry for name, entry in local["state"].items()}
         if self.needs_others:
             state = self._collect(state, numbers)
+        return {**local, "state": dict(sorted(state.items()))}
+
+    def own_state_dict(self, position: int, optimizer: Optimizer) -> dict[str, Any]:
+        """What this rank has of the optimizer's state dict, by parameter; local.
+
+        Args:
+            position: Which of the optimizers.
+            optimizer: The optimizer.
+
+        Returns:
+            State by the names of parameters, of cut ones this rank's part; groups with the positions of a plain run.
+
+        Raises:
+            ValueError: The optimizer got parameters that it did not have at the start.
+        """
+        self.require_recorded()
+        local = optimizer.state_dict()
+        state: dict[str, Any] = {}
         start, groups = 0, []
-        for names, saved in zip(layout, local["param_groups"], strict=True):
+        for names, group, saved in zip(
+            self._layout[position], optimizer.param_groups, local["param_groups"], strict=True
+        ):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                if number in local["state"]:
+                    state[self._name_of[id(parameter)]] = local["state"][number]
             groups.append({**saved, "params": list(range(start, start + len(names)))})
             start += len(names)
-        return {**local, "state": dict(sorted(state.items())), "param_groups": groups}
-
-    def _own_state(self, optimizer: Optimizer, local: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[int, Any]:
-        """This rank's state by the full model's positions."""
-        state: dict[int, Any] = {}
-        for group, saved in zip(optimizer.param_groups, local["param_groups"], strict=True):
-            for parameter, local_number in zip(group["params"], saved["params"], strict=True):
-                if local_number in local["state"]:
-                    state[numbers[self._name_of[id(parameter)]]] = local["state"][local_number]
-        return state
+        return {**local, "state": state, "param_groups": groups}
 
     def _collect(self, state: dict[int, Any], numbers: Mapping[str, int]) -> dict[int, Any]:
         """Brings the state of what rank 0 lacks to rank 0, one component at a time; there the state becomes full."""
@@ -231,22 +256,22 @@ class OptimizerLayout:
 
     def _full_size(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         """State of a parameter with its cut tensors at full size in host memory, this rank's entries in place."""
-        if name not in self._cut:
+        if name not in self.layouts:
             return dict(entry)
-        layout, shape = self._cut[name]
+        layout, shape = self.layouts[name], self.shapes[name]
         full: dict[str, Any] = {}
         for key, value in entry.items():
             full[key] = value
-            if self._is_local(name, value):
+            if self.is_local(name, value):
                 full[key] = torch.zeros(shape, dtype=value.dtype)
                 layout.put(value, full[key], self._groups.rank)
         return full
 
-    def _is_local(self, name: str, value: Any) -> bool:
+    def is_local(self, name: str, value: Any) -> bool:
         """Whether a value of the optimizer's state has an element for each one that this rank has of a parameter."""
-        if name not in self._cut or not isinstance(value, Tensor):
+        if name not in self.layouts or not isinstance(value, Tensor):
             return False
-        layout, shape = self._cut[name]
+        layout, shape = self.layouts[name], self.shapes[name]
         return value.shape == layout.local_shape(shape, self._groups.rank) and value.dim() > 0
 
     def _send_state(self, wanted: Mapping[int, tuple[ParamSlice, Mapping[str, Any] | None]]) -> None:
@@ -258,8 +283,8 @@ class OptimizerLayout:
                 continue
             values[i] = {}
             for key, value in entry.items():
-                if self._is_local(part.name, value):
-                    value = self._cut[part.name][0].view(value, part, self._groups.rank)
+                if self.is_local(part.name, value):
+                    value = self.layouts[part.name].view(value, part, self._groups.rank)
                 if isinstance(value, Tensor):
                     tensors[f"{i}/{key}"] = value
                 else:
@@ -282,18 +307,18 @@ class OptimizerLayout:
     def _put_state(self, part: ParamSlice, received: Mapping[str, Any], entry: dict[str, Any]) -> None:
         """Puts the received state of a parameter, or of one slice of it, into the full state."""
         for key, value in received.items():
-            if part.dim is None or part.name not in self._cut or not isinstance(value, Tensor) or value.dim() == 0:
+            if part.dim is None or part.name not in self.layouts or not isinstance(value, Tensor) or value.dim() == 0:
                 entry[key] = value
             else:
-                shape = self._cut[part.name][1]
+                shape = self.shapes[part.name]
                 full = entry.setdefault(key, torch.zeros(shape, dtype=value.dtype))
                 full.narrow(part.dim, part.start, part.stop - part.start).copy_(value)
 
     def _own_part(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of this rank's part of the full state of a parameter."""
         own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
-        if name in self._cut:
-            layout, shape = self._cut[name]
+        if name in self.layouts:
+            layout, shape = self.layouts[name], self.shapes[name]
             whole = [key for key, value in entry.items() if getattr(value, "shape", None) == shape]
             own |= {key: layout.take(entry[key], self._groups.rank) for key in whole}
         return own
@@ -309,23 +334,41 @@ class OptimizerLayout:
         Raises:
             ValueError: The state has other parameter groups than the optimizer.
         """
+        places = zip(self._layout[position], full["param_groups"], strict=False)
+        numbers = {name: i for names, group in places for name, i in zip(names, group["params"], strict=False)}
+        own = {
+            name: self._own_part(name, full["state"][number])
+            for name, number in numbers.items()
+            if name in self.trained and number in full["state"]
+        }
+        self.load_own_state_dict(position, optimizer, {**full, "state": own})
+
+    def load_own_state_dict(self, position: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        """Loads what `own_state_dict` returns; local.
+
+        Args:
+            position: Which of the optimizers.
+            optimizer: The optimizer.
+            saved: The state dict; more state than this rank needs does no harm.
+
+        Raises:
+            ValueError: The state has other parameter groups than the optimizer.
+        """
         layout = self._layout[position]
-        sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]
+        sizes, expected = [len(g["params"]) for g in saved["param_groups"]], [len(names) for names in layout]
         if sizes != expected:
             raise ValueError(
                 f"The checkpoint's optimizer state has parameter groups of {sizes} parameters; this run's "
                 f"optimizer has {expected}."
             )
-        state, groups, local_number = {}, [], 0
-        for names, saved, group in zip(layout, full["param_groups"], optimizer.param_groups, strict=True):
-            number_of = dict(zip(names, saved["params"], strict=True))
+        state, groups, number = {}, [], 0
+        for facts, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             numbers = []
             for parameter in group["params"]:
                 name = self._name_of[id(parameter)]
-                number = number_of[name]
-                if number in full["state"]:
-                    state[local_number] = self._own_part(name, full["state"][number])
-                numbers.append(local_number)
-                local_number += 1
-            groups.append({**saved, "params": numbers})
-        optimizer.load_state_dict({**full, "state": state, "param_groups": groups})
+                if name in saved["state"]:
+                    state[number] = saved["state"][name]
+                numbers.append(number)
+                number += 1
+            groups.append({**facts, "params": numbers})
+        optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})

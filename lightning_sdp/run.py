@@ -399,19 +399,58 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective, and complete on rank 0."""
         assert self._full is not None
-        if self.averaging is None or not self.has_drifted or self.is_open:
-            return self._full.state_dict()
-        self.averaging.install_mean()
-        try:
+        with self.means_in_place() as installed:
             state = self._full.state_dict()
-            if self.groups.rank == 0:  # the means are in the place of rank 0's own weights, which come back
+            if installed and self.groups.rank == 0:  # rank 0's own weights come back in the place of the means
                 trained = {p.untyped_storage().data_ptr() for p in self.part.trained.values()}
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in trained:
                         state[name] = value.clone()
             return state
+
+    @contextmanager
+    def means_in_place(self) -> Iterator[bool]:
+        """Holders' means in the weights' place for a block of code, where they differ; collective."""
+        if self.averaging is None or not self.has_drifted or self.is_open:
+            yield False
+            return
+        self.averaging.install_mean()
+        try:
+            yield True
         finally:
             self.averaging.restore_own()
+
+    # parts of the full model
+
+    def outline(self) -> dict[str, Any]:
+        """A carved model's state dict with the keys and shapes of the full one; local.
+
+        What not every rank has as a whole is on the meta device.
+        """
+        with self.part.whole_structure(), self.buffers.full_statistics_in_place():
+            state = self.module.state_dict()
+        for name, value in state.items():
+            is_partial = name in self.groups.layouts or self.groups.holders(name) != self.groups.world
+            if is_partial and name not in self.buffers.full:
+                state[name] = torch.empty_like(value, device="meta")
+        return state
+
+    def local(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What this rank stores of a parameter or buffer, while the model is carved."""
+        if name in self.part.missing:
+            return None
+        is_cut = self.subnetwork is not None and name in self.subnetwork.cut
+        return self.subnetwork.local(name) if is_cut else tensor  # type: ignore[union-attr]
+
+    def after_loading(self) -> None:
+        """Has to be called after parameters and buffers of the module were given values; local."""
+        with torch.no_grad():
+            if self.is_open:
+                self.buffers.take_loaded()
+            else:
+                self.buffers.reset_local()
+        if self.averaging is not None:
+            self.averaging.restart()
 
     # the end
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 from zipfile import is_zipfile
 
@@ -27,8 +28,10 @@ from lightning_sdp.callbacks import BatchNormRecalibration
 from lightning_sdp.callbacks.batchnorm import update_statistics
 from lightning_sdp.callbacks.finetuning import show_own_structure, show_plain_structure
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MODES, MaskingMode
+from lightning_sdp.checkpoint_directory import META, beside, is_checkpoint, move, recover
+from lightning_sdp.distributed_checkpoint import SavedDirectory, restored, save_directory
 from lightning_sdp.elementwise import AVERAGED, require_elementwise, require_separate
-from lightning_sdp.limits import check_interval, check_options, require_compatible
+from lightning_sdp.limits import check_interval, check_options, require_compatible, require_own_files
 from lightning_sdp.materialize import is_on_meta
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
@@ -93,6 +96,9 @@ class SDPStrategy(DDPStrategy):
         eval_model: What validation, test and prediction run: the ``"full"`` model, or each worker's ``"subnetwork"``.
         recalibrate_batchnorm: Training batches per rank that re-estimate BatchNorm's statistics for the full model; 0
             uses the mean over holders instead, which rarely fits the full model.
+        save_distributed_checkpoint: Whether a checkpoint is a directory to which every process writes a part of what it
+            holds, in the format of `torch.distributed.checkpoint`, instead of one file that process 0 writes. Either
+            kind is recognized when it is loaded, whatever this says.
         record_inputs: Whether one training batch may be run through the full model before training where neither its
             code nor an ``example_input_array`` tells how its blocks are called.
         check_consistency_every_n_steps: With n > 0, ranks compare after every n-th optimizer step (with
@@ -138,6 +144,7 @@ class SDPStrategy(DDPStrategy):
         find_unused_parameters: bool | None = None,
         eval_model: str = "full",
         recalibrate_batchnorm: int = 16,
+        save_distributed_checkpoint: bool = False,
         record_inputs: bool = True,
         check_consistency_every_n_steps: int = 0,
         accelerator: Accelerator | None = None,
@@ -180,6 +187,7 @@ class SDPStrategy(DDPStrategy):
         self.reduce_dtype = reduce_dtype
         self.eval_model = eval_model
         self.recalibrate_batchnorm = recalibrate_batchnorm
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.record_inputs = record_inputs
         self.check_consistency_every_n_steps = check_consistency_every_n_steps
         self._checkpoint_record: Mapping[str, Any] | None = None
@@ -197,6 +205,8 @@ class SDPStrategy(DDPStrategy):
         self._recalibration: BatchNormRecalibration | None = None
         self._stale_statistics = False
         self._full_model_users = 0
+        self._saved: SavedDirectory | None = None
+        self._strict = True
 
     # setup
 
@@ -204,6 +214,8 @@ class SDPStrategy(DDPStrategy):
         """Puts the masking regime first among the trainer's callbacks."""
         super().connect(model)
         callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
+        if self.save_distributed_checkpoint:
+            require_own_files(self.checkpoint_io, callbacks)
         if not any(isinstance(callback, MaskingMode) for callback in callbacks):
             callbacks.insert(0, MODES[self.masking]())
 
@@ -215,7 +227,7 @@ class SDPStrategy(DDPStrategy):
         """
         assert self.accelerator is not None and self.lightning_module is not None
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        if not fitting and self.eval_model == "full":
+        if not self._carves(trainer):
             agree(lambda: require_real_parameters(module), lambda _: ())
             super().setup(trainer)
             return
@@ -257,6 +269,7 @@ class SDPStrategy(DDPStrategy):
         assert run is not None
         if can_run:
             agree(lambda: require_running(module), lambda _: ())
+        self._load_weights()
         if fitting:
             dtype = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
             run.average(Averaging(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb, dtype))
@@ -268,6 +281,10 @@ class SDPStrategy(DDPStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         rank_zero_info(summary(self.plan, len(groups)))
+
+    def _carves(self, trainer: Trainer) -> bool:
+        """Whether setup divides the model among the ranks."""
+        return trainer.state.fn == TrainerFn.FITTING or self.eval_model != "full"
 
     def _set_masking(self, masking: str) -> None:
         """Puts a regime's callback in the place of the other's."""
@@ -591,12 +608,50 @@ class SDPStrategy(DDPStrategy):
                 f"A checkpoint in the middle of a period (model_averaging_period={self.model_averaging_period}) has "
                 "the mean of the holders' weights: a run that resumes from it does not go on exactly."
             )
-        return run.state_dict()
+        return run.outline() if self.save_distributed_checkpoint else run.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state that the optimizer would have in a plain run; collective, and complete on rank 0.
+
+        With ``save_distributed_checkpoint`` it is what this rank has of it, by the names of parameters.
+        """
+        optimizer, layout = getattr(optimizer, "_optimizer", optimizer), self._layout
+        if layout is None or self._cut_off:
+            return super().optimizer_state(optimizer)
+        position = self.optimizers.index(optimizer)
+        if self.save_distributed_checkpoint:
+            return agree(lambda: layout.own_state_dict(position, optimizer), lambda _: ())
+        return layout.state_dict(position, optimizer)
+
+    def load_checkpoint(self, checkpoint_path: PathType, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint, of local files only those parts that are used, and remembers its plan."""
+        known = dict(zip(["weights_only"], args, strict=False)) | kwargs
+        path = Path(self.broadcast(checkpoint_path))
+        self._saved = None
+        if self.is_global_zero:
+            recover(path)
+        if self.broadcast(path.is_dir() and type(self.checkpoint_io) is TorchCheckpointIO):
+            saved = agree(lambda: SavedDirectory(path, known.get("weights_only")), lambda _: ())
+            checkpoint = restored(super().load_checkpoint(path / META, *args, **kwargs))
+            self._saved = saved
+        elif known and type(self.checkpoint_io) is TorchCheckpointIO and is_zipfile(checkpoint_path):
+            checkpoint = torch.load(checkpoint_path, map_location="cpu", mmap=True, **known)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._checkpoint_record = checkpoint.get(CHECKPOINT_KEY)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the full model, also in the middle of training, as a search for a learning rate does; local."""
+        """Loads the full model, also in the middle of training, as a search for a learning rate does; local.
+
+        From a distributed checkpoint it is collective, and a model that setup will carve is not loaded before.
+        """
         assert self.lightning_module is not None
-        if self._run is not None:
+        if self._saved is not None:
+            self._strict = strict
+            if self._run is not None or not self._carves(self.lightning_module.trainer):
+                self._load_weights()
+        elif self._run is not None:
             self._run.load_state_dict(checkpoint["state_dict"], strict)
             self._stale_statistics = False
         elif is_on_meta(self.lightning_module):
@@ -604,38 +659,33 @@ class SDPStrategy(DDPStrategy):
         else:
             super().load_model_state_dict(checkpoint, strict)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that the optimizer would have in a plain run; collective, and complete on rank 0."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._layout is None or self._cut_off:
-            return super().optimizer_state(optimizer)
-        return self._layout.state_dict(self.optimizers.index(optimizer), optimizer)
-
-    def load_checkpoint(self, checkpoint_path: PathType, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint, of a local file only those parts that are used, and remembers its plan."""
-        known = dict(zip(["weights_only"], args, strict=False)) | kwargs
-        if known and type(self.checkpoint_io) is TorchCheckpointIO and is_zipfile(checkpoint_path):
-            checkpoint = torch.load(checkpoint_path, map_location="cpu", mmap=True, **known)
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._checkpoint_record = checkpoint.get(CHECKPOINT_KEY)
-        return checkpoint
+    def _load_weights(self) -> None:
+        """Reads what this rank has of the model, if a distributed checkpoint is being restored."""
+        saved, module = self._saved, self.lightning_module
+        if saved is not None and module is not None:
+            agree(lambda: saved.load_model(module, self._run, self._strict), lambda _: ())
+            self._stale_statistics = False
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this worker's part of the optimizer states of a plain run."""
-        if self._layout is None:
+        layout, saved = self._layout, self._saved
+        if layout is None:
             super().load_optimizer_state_dict(checkpoint)
             return
         for position, (optimizer, state) in enumerate(
             zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ):
-            self._layout.load_state_dict(position, optimizer, state)
+            if saved is None:
+                layout.load_state_dict(position, optimizer, state)
+            else:
+                own = agree(partial(saved.optimizer_state, position, layout), lambda _: ())
+                layout.load_own_state_dict(position, optimizer, {**state, "state": own})
             optimizer_to_device(optimizer, self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathType, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint on rank 0, unless it could not be completed after a failure."""
+        """Writes a checkpoint on rank 0 or on all ranks, unless it could not be completed after a failure."""
         if self._cut_off:
             warnings.warn(
                 f"No checkpoint was written to {filepath}: after an exception the other processes cannot be asked "
@@ -643,7 +693,19 @@ class SDPStrategy(DDPStrategy):
                 stacklevel=2,
             )
             return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not self.save_distributed_checkpoint:
+            replaces = self.is_global_zero and is_checkpoint(Path(filepath))
+            file = beside(Path(filepath), "unfinished") if replaces else filepath
+            super().save_checkpoint(checkpoint, file, storage_options)
+            if replaces:
+                move(Path(file), Path(filepath))
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options cannot be used with save_distributed_checkpoint=True.")
+        assert self.lightning_module is not None
+        path, lowest = Path(self.broadcast(filepath)), self.model_averaging_period > 1
+        save_rest = super().save_checkpoint
+        save_directory(path, checkpoint, self.lightning_module, self._run, self._layout, lowest, save_rest)
 
     # failures and the end
 
@@ -651,7 +713,8 @@ class SDPStrategy(DDPStrategy):
     def _cut_off(self) -> bool:
         """Whether a checkpoint needs what other ranks hold, but one of them may have failed and not answer."""
         sources = (self._run, self._layout)
-        return self._interrupted and any(source is not None and source.needs_others for source in sources)
+        needs_others = any(source is not None and source.needs_others for source in sources)
+        return self._interrupted and (needs_others or (self.save_distributed_checkpoint and self.world_size > 1))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless one of them has failed."""

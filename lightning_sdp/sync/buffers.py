@@ -202,6 +202,14 @@ class BufferSync:
                 self.full[f"{name}.{key}"] = value.to(old.dtype)
         self.adopt(self.full)
 
+    def reset_local(self) -> None:
+        """Gives this rank's own statistics the values of the full model's, as after loading; the module is carved."""
+        for name, full in self.full.items():
+            owner, key = self._owners[name]
+            own, layout = owner._buffers[key], self._groups.layouts.get(name)
+            if own is not None:
+                own.copy_(full if layout is None else layout.take(full, self._groups.rank))
+
     def holders_mean(self) -> Statistics:
         """The holders' own statistics combined, each holder with the same weight; collective, while open."""
         local: dict[str, Weighted] = {}

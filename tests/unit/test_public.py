@@ -56,6 +56,7 @@ ARGUMENTS = [
     ("find_unused_parameters", None),
     ("eval_model", "full"),
     ("recalibrate_batchnorm", 16),
+    ("save_distributed_checkpoint", False),
     ("record_inputs", True),
     ("check_consistency_every_n_steps", 0),
     ("accelerator", None),
