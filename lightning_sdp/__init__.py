@@ -13,6 +13,7 @@ from lightning_sdp.components import (
     register_neurons,
 )
 from lightning_sdp.plan import MaskPlan
+from lightning_sdp.precision import clip_grad_norm_
 from lightning_sdp.reference import SDPReference
 from lightning_sdp.strategy import SDPStrategy
 from lightning_sdp.theory import communication_bytes
@@ -30,6 +31,7 @@ __all__ = [
     "SDPMonitor",
     "SDPReference",
     "SDPStrategy",
+    "clip_grad_norm_",
     "communication_bytes",
     "discover_components",
     "register_block",

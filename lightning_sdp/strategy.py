@@ -36,7 +36,13 @@ from lightning_sdp.materialize import is_on_meta
 from lightning_sdp.optimizer_state import OptimizerLayout
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.plan_checks import describe_plan, describe_tensors
-from lightning_sdp.precision import clip_locally, clip_over_the_world, scale_locally, scale_over_the_world
+from lightning_sdp.precision import (
+    WorldClipping,
+    clip_locally,
+    clip_over_the_world,
+    scale_locally,
+    scale_over_the_world,
+)
 from lightning_sdp.rehearsal import record_training_calls
 from lightning_sdp.report import summary
 from lightning_sdp.run import Averaging, Run
@@ -326,7 +332,7 @@ class SDPStrategy(DDPStrategy):
         if run.everywhere or run.averaging is not None:
             clip_locally(self.precision_plugin)
         else:
-            clip_over_the_world(self.precision_plugin, run.part.trained, run.groups)
+            clip_over_the_world(self.precision_plugin, WorldClipping(run.module, run.part.trained, run.groups))
 
     def _add_recalibration(self, trainer: Trainer, run: Run) -> None:
         assert self.lightning_module is not None

@@ -82,6 +82,7 @@ def test_public_names() -> None:
         "SDPMonitor",
         "SDPReference",
         "SDPStrategy",
+        "clip_grad_norm_",
         "communication_bytes",
         "discover_components",
         "register_block",
