@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 
 __all__ = [
+    "MONITORED",
     "BatchNorm",
     "ConvNd",
     "NormBase",
@@ -32,6 +33,7 @@ __all__ = [
     "train_dataloader",
 ]
 
+MONITORED = "_monitor_candidates"  # the method of ModelCheckpoint that returns by what it decides
 _METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
 
 

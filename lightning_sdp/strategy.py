@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_sdp._compat import PathType, is_compiled, optimizer_to_device, optimizers_to_device
 from lightning_sdp.callbacks import BatchNormRecalibration
 from lightning_sdp.callbacks.batchnorm import update_statistics
+from lightning_sdp.callbacks.decisions import decide_alike, decide_locally
 from lightning_sdp.callbacks.finetuning import show_own_structure, show_plain_structure
 from lightning_sdp.callbacks.masking import CHECKPOINT_KEY, MODES, MaskingMode
 from lightning_sdp.checkpoint_directory import META, beside, is_checkpoint, move, recover
@@ -325,8 +326,13 @@ class SDPStrategy(DDPStrategy):
             self._layout = OptimizerLayout(module, self.optimizers, run.part, self.plan, run.groups)
         run.follow_optimizers(self.optimizers)
         show_plain_structure(trainer.callbacks, self.plain_structure)  # type: ignore[attr-defined]
+        decide_alike(trainer.callbacks, self._schedules, self.broadcast)  # type: ignore[attr-defined]
         scale_over_the_world(self.precision_plugin, run.groups)
         self._set_clipping(run)
+
+    @property
+    def _schedules(self) -> list[Any]:
+        return [config.scheduler for config in self.lr_scheduler_configs]
 
     def _set_clipping(self, run: Run) -> None:
         if run.everywhere or run.averaging is not None:
@@ -756,6 +762,7 @@ class SDPStrategy(DDPStrategy):
         scale_locally(self.precision_plugin)
         if module is not None and module._trainer is not None:
             show_own_structure(module._trainer.callbacks)  # type: ignore[attr-defined]
+            decide_locally(module._trainer.callbacks, self._schedules)  # type: ignore[attr-defined]
         if self._recalibration is not None:
             self._recalibration.reset()
         self._checkpoint_record = None
