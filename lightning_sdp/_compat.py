@@ -11,13 +11,14 @@ import torch.nn as nn
 from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathType
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.utilities.seed import isolate_rng as _isolate_rng
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 
 __all__ = [
+    "AVERAGES",
     "MONITORED",
     "BatchNorm",
     "ConvNd",
@@ -33,6 +34,9 @@ __all__ = [
     "train_dataloader",
 ]
 
+AVERAGES = tuple(  # callbacks that average weights; the second one came with lightning 2.6
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 MONITORED = "_monitor_candidates"  # the method of ModelCheckpoint that returns by what it decides
 _METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
 

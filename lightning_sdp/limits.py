@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning
 
+from lightning_sdp._compat import AVERAGES
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.settings import one_of
 
@@ -96,7 +97,7 @@ def require_compatible(
             "ModelPruning replaces parameters by others of the full model's shape, but processes have parts of them. "
             "Prune the trained model, or use coverage=1."
         )
-    averages = next((c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))), None)
+    averages = next((c for c in callbacks if isinstance(c, AVERAGES)), None)
     if averages is not None and masking == "forward" and not plan.is_complete:
         raise ValueError(
             f"{type(averages).__name__} pairs parameters by their positions, but processes have different ones. Use "
