@@ -26,7 +26,7 @@ class Recomputing(Net):
 
     Args:
         how: ``"reentrant"`` or ``"not reentrant"``: by a function around the block; ``"wrapper"``: by a module; or
-            ``"compiled"``: blocks are compiled instead.
+            ``"compiled"`` and ``"compiled whole"``: blocks, or the LightningModule, are compiled instead.
     """
 
     def __init__(self, how: str) -> None:
@@ -41,7 +41,7 @@ class Recomputing(Net):
                 block.compile(backend="eager")
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how in ("wrapper", "compiled"):
+        if self.how in ("wrapper", "compiled", "compiled whole"):
             return super().forward(x)
         x = self.stem(x)
         for block in self.blocks:
@@ -62,7 +62,8 @@ def fit(how: str, sdp: dict[str, Any], options: dict[str, Any]) -> dict[str, Ten
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     net = recomputing(how)
     run = trainer(world, SDPStrategy(**sdp), max_epochs=1, val_check_interval=4, **options)
-    run.fit(net, loader(batches(KIND, rank, 8)), loader(batches(KIND, 0, 1)))
+    model: Any = torch.compile(net, backend="eager") if how == "compiled whole" else net
+    run.fit(model, loader(batches(KIND, rank, 8)), loader(batches(KIND, 0, 1)))
     return dict(net.state_dict())
 
 
@@ -74,7 +75,8 @@ def fit(how: str, sdp: dict[str, Any], options: dict[str, Any]) -> dict[str, Ten
         ("wrapper", FORWARD),
         ("reentrant", {**FORWARD, **BACKWARD}),
         ("not reentrant", {**NEURON, **BACKWARD}),
-        ("compiled", FORWARD),
+        ("compiled whole", FORWARD),
+        pytest.param("compiled", FORWARD, marks=pytest.mark.slow),
         *[pytest.param("compiled", sdp, marks=pytest.mark.slow) for sdp in (NEURON, {**FORWARD, **BACKWARD})],
         *[pytest.param("wrapper", sdp, marks=pytest.mark.slow) for sdp in (NEURON, {**NEURON, **BACKWARD})],
         pytest.param("reentrant", NEURON, marks=pytest.mark.slow),

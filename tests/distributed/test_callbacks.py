@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
 from lightning_sdp import SDPReference, SDPStrategy
@@ -220,3 +220,27 @@ def fit_reloading(kind: str, sdp: dict[str, Any]) -> tuple[dict[str, Tensor], di
 def test_a_full_state_loads_into_a_running_carved_module(pool, kind: str, sdp: dict[str, Any]) -> None:
     for seen, loaded in pool(3).run(fit_reloading, kind, sdp):
         assert same_state(seen, loaded)
+
+
+def fit_averaging(sdp: dict[str, Any]) -> dict[str, Tensor]:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    net = tuned()
+    callbacks: list[Callback] = [EMAWeightAveraging(decay=0.8)]
+    trainer(world, SDPStrategy(**sdp), max_epochs=1, callbacks=callbacks).fit(net, loader(batches("mlp", rank, 4)))
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("sdp", [*REGIMES[2:], {"coverage": 1.0}])
+def test_averages_of_weights_are_those_of_the_full_model(pool, sdp: dict[str, Any]) -> None:
+    """Where every process has all weights; forward masking refuses them."""
+    results = pool(3).run(fit_averaging, sdp)
+    net = tuned()
+    plan = plan_for(net, 3, sdp, net.example_input_array)
+    ref = SDPReference(net, plan, net.configure_optimizers(), masking=sdp.get("masking", "forward"))
+    data, average = [batches("mlp", rank, 4) for rank in range(3)], {}
+    for step in range(4):
+        ref.step([[own[step]] for own in data])
+        for name, value in net.state_dict().items():
+            average[name] = 0.8 * average[name] + 0.2 * value if step else value.clone()
+    for full in results:
+        torch.testing.assert_close(full, average, rtol=1e-10, atol=1e-10)
