@@ -70,20 +70,21 @@ def fit(directory: str, sdp: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sdp", [BLOCK, NEURON, {**BLOCK, "masking": "backward"}, {**NEURON, "masking": "backward"}])
+@pytest.mark.parametrize("sdp", [BLOCK, {**NEURON, "masking": "backward"}])
 def test_a_thousand_steps(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     results = pool(2).run(fit, str(tmp_path), sdp, deadline=600)
     assert {path.name for path in tmp_path.iterdir()} == {f"step={step}.ckpt" for step in range(200, 1001, 200)}
+    parameters = list(results[0]["masks"])
     for result in results:
-        # At the first count what the epoch's end will see is not there yet, and the held copies are not either.
-        counts = [result["tensors"][step] for step in range(400, 1001, 200)]
+        counts = [result["tensors"][step] for step in range(400, 1001, 200)]  # the first one is before the copies
         assert max(counts) - min(counts) <= 2, counts
         assert result["memory"][1000] - result["memory"][200] < 16 * 2**20
-        assert same_state(result["full"], results[0]["full"])
+        # Under backward masking running statistics are each rank's own, as under DDP.
+        names = parameters if "masking" in sdp else list(result["full"])
+        assert same_state(*({name: r["full"][name] for name in names} for r in (result, results[0])))
         assert all(value.isfinite().all() for value in result["full"].values())
     for name, held in results[1]["held"].items():  # the first worker holds everything
-        mask = results[1]["masks"][name]
-        if "masking" in sdp:
-            assert torch.equal(held, results[0]["held"][name]), name
-        else:
-            assert torch.equal(held.flatten(), results[0]["held"][name][mask]), name
+        other = results[0]["held"][name]
+        if "masking" not in sdp:
+            other = other[results[1]["masks"][name]].view(held.shape)
+        assert torch.equal(held, other), name
