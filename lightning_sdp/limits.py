@@ -120,7 +120,7 @@ def require_own_files(checkpoint_io: CheckpointIO, callbacks: Sequence[Callback]
             f"{type(checkpoint_io).__name__} does not go with save_distributed_checkpoint=True: every process writes a "
             "part of the checkpoint, in the format of torch.distributed.checkpoint. Leave one of them out."
         )
-    if any(isinstance(callback, WeightAveraging) for callback in callbacks):
+    if any(isinstance(callback, AVERAGES) for callback in callbacks):
         raise ValueError(
             "Weight averaging callbacks put a state dict of their own into the checkpoint, which "
             "save_distributed_checkpoint=True cannot take apart. Use save_distributed_checkpoint=False."
