@@ -55,7 +55,7 @@ from lightning_sdp.settings import (
     require_running,
     runs_without_data,
 )
-from lightning_sdp.sync.agreement import agree
+from lightning_sdp.sync.agreement import agree, needing_all
 from lightning_sdp.sync.buffers import tracked_batchnorms
 from lightning_sdp.sync.consistency import ConsistencyCheck
 from lightning_sdp.sync.groups import HolderGroups
@@ -553,6 +553,7 @@ class SDPStrategy(DDPStrategy):
             if not was_open:
                 self.close_full_model()
 
+    @needing_all("strategy.full_model()")
     def open_full_model(self) -> None:
         """Puts the full model in place on every rank; collective, and without effect where it is in place."""
         run = self._run
@@ -596,6 +597,7 @@ class SDPStrategy(DDPStrategy):
             return {}
         return self.settings.record(self.initial_plan, self.plan, self.masking)
 
+    @needing_all("trainer.save_checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective while training, and complete on rank 0.
 
@@ -622,6 +624,7 @@ class SDPStrategy(DDPStrategy):
             )
         return run.outline() if self.save_distributed_checkpoint else run.state_dict()
 
+    @needing_all("trainer.save_checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that the optimizer would have in a plain run; collective, and complete on rank 0.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,6 +40,27 @@ def agree(compute: Callable[[], T], fingerprint: Callable[[T], Sequence[str]]) -
     if len({digest for _, digest in reports}) > 1:
         raise ValueError(_difference(_gather(list(lines))))
     return result
+
+
+@contextmanager
+def needing_all(what: str) -> Iterator[None]:
+    """Says of what has waited in vain for other ranks that it needs them all.
+
+    Args:
+        what: What the block of code does.
+
+    Raises:
+        RuntimeError: A collective within the block has timed out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise RuntimeError(
+            f"{what} needs all processes, and one of them has not come in time: call it on every process, not within "
+            "`if trainer.is_global_zero:`."
+        ) from error
 
 
 def _gather(value: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdp import SDPStrategy
 from tests.distributed import program
-from tests.distributed.pool import Pool, launch
+from tests.distributed.pool import Pool, RankError, launch
 from tests.distributed.runs import trainer
 from tests.models import MLPBlock, Net, batches, loader, make
 
@@ -250,3 +251,35 @@ def test_interrupt_leaves_the_module_whole(pool: Pools, sdp: dict[str, Any]) -> 
         assert result["ended"] and "interrupted" in result["status"].lower()
         assert result["whole"] and result["same objects"] and result["finite"]
         assert result["hooks"] == [] and result["groups"] == 1
+
+
+class Alone(Net):
+    """Does on rank 0 alone what needs all ranks."""
+
+    def __init__(self, what: str, path: str) -> None:
+        super().__init__("mlp")
+        self.what, self.path = what, path
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero and self.what == "save":
+            self.trainer.save_checkpoint(self.path)
+        elif self.trainer.is_global_zero:
+            with self.trainer.strategy.full_model():
+                pass
+
+
+def fit_alone(what: str, sdp: dict[str, Any], path: str) -> None:
+    rank = dist.get_rank()
+    strategy = SDPStrategy(**sdp, timeout=timedelta(seconds=2))
+    trainer(2, strategy, max_epochs=1).fit(Alone(what, path), loader(batches("mlp", rank, 3, torch.float32)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "name"), [("save", "trainer.save_checkpoint"), ("open", r"strategy.full_model\(\)")])
+@pytest.mark.parametrize("sdp", [SDP, NEURON], ids=["block", "neuron"])
+def test_what_needs_all_ranks_says_so_where_one_is_alone(
+    pool: Pools, tmp_path: Path, what: str, name: str, sdp: dict[str, Any]
+) -> None:
+    with pytest.raises(RankError, match=f"RuntimeError: {name} needs all processes"):
+        pool(2).run(fit_alone, what, sdp, str(tmp_path / "alone.ckpt"))
+    assert list(tmp_path.iterdir()) == []
