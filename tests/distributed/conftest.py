@@ -1,7 +1,6 @@
 """Fixtures of the distributed tests."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +20,3 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield of_size
     for each in pools.values():
         each.close()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of every test on real ranks the fast run takes the first and the last case; the long run takes all of them."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.path.parent == Path(__file__).parent and item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for own in cases.values():
-        for item in own[1:-1]:
-            item.add_marker(pytest.mark.slow)
