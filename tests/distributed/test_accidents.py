@@ -17,6 +17,7 @@ from tests.models import Net
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rank", "message"),
     [
