@@ -14,8 +14,6 @@ from tests.distributed import failing_program
 from tests.distributed.pool import launch
 from tests.models import Net
 
-SLOW = pytest.mark.slow
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -23,12 +21,12 @@ SLOW = pytest.mark.slow
     [
         ("full disk", "0", "File too large"),
         ("SIGTERM", "0", ""),
-        pytest.param("killed while saving", "0", "", marks=SLOW),
-        pytest.param("SIGTERM", "all", "", marks=SLOW),
-        pytest.param("SIGTERM", "1", "", marks=SLOW),
-        pytest.param("SIGINT", "all", "Detected KeyboardInterrupt", marks=SLOW),
-        pytest.param("SIGKILL", "0", "", marks=SLOW),
-        pytest.param("SIGKILL", "1", "", marks=SLOW),
+        ("killed while saving", "0", ""),
+        ("SIGTERM", "all", ""),
+        ("SIGTERM", "1", ""),
+        ("SIGINT", "all", "Detected KeyboardInterrupt"),
+        ("SIGKILL", "0", ""),
+        ("SIGKILL", "1", ""),
     ],
 )
 def test_the_job_ends_and_the_last_checkpoint_is_whole(tmp_path: Path, what: str, rank: str, message: str) -> None:
