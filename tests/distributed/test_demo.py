@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.image_classification.model import ImageClassifier
 from lightning_sdp import MaskPlan, communication_bytes
 from tests.distributed.pool import launch
@@ -11,6 +13,7 @@ from tests.distributed.pool import launch
 FLOAT = 4  # bytes
 
 
+@pytest.mark.slow
 def test_demo_compares_both_strategies_and_reports_what_the_plan_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.image_classification.demo"]
     options = ["--epochs", "1", "--width", "4", "--output", str(tmp_path)]

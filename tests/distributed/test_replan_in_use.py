@@ -18,6 +18,8 @@ from tests.distributed.test_masking_schedule import Seen, fit_scheduled
 from tests.distributed.test_replan import BLOCK, NEURON, Bad, changed, check, fit_with
 from tests.models import SHAPES, Net, batches, loader, make, same_state
 
+pytestmark = pytest.mark.slow
+
 
 def size(module: Any) -> int:
     return sum(p.numel() for p in module.parameters())

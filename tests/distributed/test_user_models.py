@@ -17,6 +17,8 @@ from lightning_sdp import SDPReference, SDPStrategy
 from tests.distributed.runs import plan_for, trainer
 from tests.models import CLASSES, SHAPES, WIDTH, MLPBlock, batches, loader
 
+pytestmark = pytest.mark.slow
+
 FORWARD = {"coverage": 0.5, "keep_ends": 0}
 NEURON = {**FORWARD, "granularity": "neuron"}
 REGIMES = [FORWARD, NEURON, {**FORWARD, "masking": "backward"}, {**NEURON, "masking": "backward"}]
