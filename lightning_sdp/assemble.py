@@ -49,6 +49,13 @@ def share_initial_state(module: nn.Module, groups: HolderGroups) -> None:
             flush()
 
 
+def names_by_key(module: nn.Module) -> dict[str, str]:
+    """The name of each parameter and buffer by every key that it may have in a state dict; tied ones have several."""
+    names: dict[int, str] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {key: names.setdefault(id(tensor), key) for key, tensor in tensors}
+
+
 class FullModel:
     """Opens and closes the full model on every rank, and collects its state on rank 0.
 
@@ -179,18 +186,19 @@ class FullModel:
             RuntimeError: It has others, or shapes differ.
         """
         with self._subnetwork.whole_structure():
-            keys = list(self._module.state_dict())
+            keys, names = list(self._module.state_dict()), names_by_key(self._module)
         wrong = [key for key in keys if key not in state] + [key for key in state if key not in keys]
         if strict and wrong:
             what = "lacks" if wrong[0] in keys else "has"
-            raise RuntimeError(f"The state dict {what} {wrong[0]!r}, and differs from the model in {len(wrong)} keys.")
-        canonical = {id(tensor): name for name, tensor in self._subnetwork.cut.items()}
-        own = self._module.state_dict(keep_vars=True)
-        held = {key: state[key] for key in own if key in state}
-        for key in held:
-            name = canonical.get(id(own[key]))
-            if name is not None and held[key].shape == self._shapes[name]:
-                held[key] = self._groups.layouts[name].take(held[key], self._groups.rank)
+            raise RuntimeError(
+                f"The state dict {what} {wrong[0]!r}, and differs from the model in {len(wrong)} keys. Set "
+                "strict_loading=False on the LightningModule to load what fits."
+            )
+        held = {key: state[key] for key in self._module.state_dict() if key in state}
+        for key, value in held.items():
+            name = names.get(key, key)
+            if name in self._shapes and value.shape == self._shapes[name]:
+                held[key] = self._groups.layouts[name].take(value, self._groups.rank)
         self._module.load_state_dict(held, strict=False)
         full = self._buffers.full
         self._buffers.full = {

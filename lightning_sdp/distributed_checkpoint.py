@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_sdp.assemble import names_by_key
 from lightning_sdp.checkpoint_directory import META, beside, move, prepare, require_complete, require_files
 from lightning_sdp.checkpoint_tensor import CheckpointTensor, share_out, split
 from lightning_sdp.layout import TensorLayout
@@ -138,13 +139,9 @@ class _Content:
 
 
 def _names(module: nn.Module, run: Run | None) -> dict[str, str]:
-    """The name of each tensor by every key that it may have in a state dict; tied tensors have several."""
-    if run is not None and run.is_carved and not run.is_open:
-        with run.part.whole_structure():
-            return _names(module, None)
-    names: dict[int, str] = {}
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {key: names.setdefault(id(tensor), key) for key, tensor in tensors}
+    """The name of each tensor of the full model by every key that it may have in a state dict."""
+    with nullcontext() if run is None else run.part.whole_structure():
+        return names_by_key(module)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

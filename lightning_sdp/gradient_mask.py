@@ -71,8 +71,10 @@ class GradientMask:
         self._wanted = {name: parameter.requires_grad for name, parameter in self.missing.items()}
         self._edits: list[Edit] = view_edits(module, {name: self._reader(name) for name in self._layouts})
         self._guards: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
         for edit in self._edits:
             edit.cut()
+        self.note_values()
         self.follow()
 
     @property
@@ -117,11 +119,26 @@ class GradientMask:
         """Takes over the parameters' values, which the user may have changed; has to be called before a step."""
         for name, leaf in self.leaves.items():
             leaf.copy_(self._held(name))
+        self.note_values()
+
+    def note_values(self) -> None:
+        """Remembers that the leaves have the parameters' values."""
+        self._versions = {name: self._parameters[name]._version for name in self.leaves}
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Gives the parameters the values that their held entries were trained to."""
+        """Gives the parameters the values that their held entries were trained to.
+
+        Raises:
+            RuntimeError: The user has changed a parameter too late for the step to know of it.
+        """
         for name, leaf in self.leaves.items():
+            if self._parameters[name]._version != self._versions.get(name):
+                raise RuntimeError(
+                    f"{name!r} was changed between the backward pass and the optimizer step, in "
+                    "on_before_optimizer_step perhaps. Under backward masking of neurons the step does not see that: "
+                    "change weights in on_train_batch_start or on_train_batch_end, or use granularity='block'."
+                )
             self._layouts[name].put(leaf, self._parameters[name].detach(), self._worker)
 
     @contextmanager
@@ -136,8 +153,8 @@ class GradientMask:
                 self._wanted[name] = parameter.requires_grad
                 parameter.requires_grad_(False)
 
-    def remove(self) -> None:
-        """Gives the module its own structure back; only the user's freezing remains."""
+    def give_up(self) -> None:
+        """Gives the module its own structure back for good; only the user's freezing remains."""
         for edit in reversed(self._edits):
             edit.restore()
         for guard in self._guards.values():

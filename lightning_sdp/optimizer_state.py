@@ -132,9 +132,11 @@ class OptimizerLayout:
             for layout, optimizer in zip(self._layout, self._optimizers, strict=True):
                 for names, group in zip(layout, optimizer.param_groups, strict=True):
                     group["params"] = [parameters[name] for name in names]
-            yield
-            self._layout = self._record()
-        self.follow(self._part, self._plan, self._groups)
+            try:
+                yield
+            finally:  # also where the block has failed: its error may be caught further up
+                self._layout = self._record()
+                self.follow(self._part, self._plan, self._groups)
 
     def _record(self) -> list[list[list[str]]]:
         """The names in each group of each optimizer."""

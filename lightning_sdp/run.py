@@ -16,19 +16,16 @@ from torch.optim import Optimizer
 from lightning_sdp.assemble import FullModel, share_initial_state
 from lightning_sdp.gradient_mask import GradientMask
 from lightning_sdp.materialize import is_on_meta, materialize
-from lightning_sdp.optimizer_state import OptimizerLayout
+from lightning_sdp.pending import PendingGradients
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.averaging import PeriodicAveraging
 from lightning_sdp.sync.batchnorm import synchronize_over_holders
 from lightning_sdp.sync.buffers import BufferSync
-from lightning_sdp.sync.consistency import ConsistencyCheck, Pieces
-from lightning_sdp.sync.exchange import Exchange, Held
+from lightning_sdp.sync.consistency import ConsistencyCheck, Pieces, pieces_of
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
 from lightning_sdp.sync.refresh import Refresh
-
-_DATA, _TRAINS = "data", "requires_grad"  # beside optimizer state, what moves when the plan changes
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,9 @@ class Run:
         to_device: Moves the module to the device.
 
     Attributes:
-        everywhere: Whether every rank holds everything.
+        plan: Who holds what.
+        groups: Holder sets and their process groups.
+        runs_everything: Whether every rank runs everything.
         part: This worker's part: of the model under forward masking, of its gradients under backward masking.
         subnetwork: The part, under forward masking.
         mask: The part, under backward masking.
@@ -88,13 +87,10 @@ class Run:
         self._order = [name for name, _ in module.named_parameters()]
         self.how: Averaging | None = None
         self._accumulates = False
-        self._steps_now = False  # after a backward pass; in automatic optimization that runs within the step
         self._in_step = False  # between forward and backward pass
-        self._fresh: dict[int, Tensor] = {}  # what got a gradient since it last took part in an optimizer step
-        self._marks: dict[str, Any] = {}
+        self._pending = PendingGradients()
         self._handles: list[Any] = []
-        self.buffers = BufferSync(module, groups, plan.is_complete or masking == "backward")
-        self._take_part(plan, masking, groups, to_device, stored)
+        self.take_part(plan, masking, groups, to_device, stored)
 
     def _materialize(self, plan: MaskPlan, masking: str, groups: HolderGroups) -> dict[str, Tensor]:
         """Makes real what this worker holds of a module on the meta device; collective."""
@@ -109,18 +105,30 @@ class Run:
 
         return materialize(self.module, groups.device, seed[0], holds, cut, rank)
 
-    def _take_part(
+    def take_part(
         self,
         plan: MaskPlan,
         masking: str,
         groups: HolderGroups,
         to_device: Callable[[], None] = lambda: None,
         stored: Mapping[str, Tensor] | None = None,
+        statistics: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Makes a whole module this worker's part of it; with ``stored``, one without data of what they are."""
+        """Makes a whole module this worker's part of it.
+
+        Args:
+            plan: Who holds what.
+            masking: ``"forward"`` or ``"backward"``.
+            groups: Holder sets and their process groups.
+            to_device: Moves the module to the device.
+            stored: What this rank is to store of tensors of which the module has no data, by name.
+            statistics: BatchNorm's statistics of the full model, where the module does not have them.
+        """
         worker = groups.rank // groups.ranks_per_worker
-        synchronize_over_holders(self.module, groups, plan.is_complete or masking == "backward")
-        self.groups, self.plan, self.everywhere = groups, plan, plan.is_complete
+        self.groups, self.plan = groups, plan
+        self.runs_everything = plan.is_complete or masking == "backward"
+        synchronize_over_holders(self.module, groups, self.runs_everything)
+        self.buffers = BufferSync(self.module, groups, self.runs_everything, statistics)
         self.subnetwork: Subnetwork | None = None
         self.mask: GradientMask | None = None
         self._full: FullModel | None = None
@@ -139,6 +147,8 @@ class Run:
             except BaseException:  # memory that ran out, say
                 self.subnetwork.abandon()
                 raise
+        if self.how is not None:
+            self.average(self.how)
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Does what has to happen around every step of these optimizers, whoever calls it."""
@@ -161,14 +171,14 @@ class Run:
     def before_forward(self) -> None:
         """Has to be called before every forward of training, on every rank."""
         self._in_step = True
-        self._mark_gradients()
+        if self.mask is not None:
+            self.mask.follow()
+        self._pending.follow(self.part.trained)
         reduces = self.reducer is not None and self.reducer.enabled
         starts_period = self.averaging is not None and self.averaging.is_at_end and not self._accumulates
         if reduces or starts_period:
             with self.groups.waiting.measured():
                 self.buffers.before_forward()
-        if self.mask is not None:
-            self.mask.follow()
 
     def before_backward(self, loss: Tensor) -> None:
         """Has to be called before every backward pass, on every rank."""
@@ -182,11 +192,10 @@ class Run:
             self.reducer.finish()
             if self.mask is not None and self.reducer.enabled:
                 self.mask.read_values()
-                self._steps_now = True
 
     def _before_step(self) -> None:
-        """Takes over what the user did to weights after the backward pass, if that is not still to come."""
-        if self.mask is not None and self._steps_now:
+        """Takes over what the user did to weights after the backward pass, if that is not still to come in the step."""
+        if self.mask is not None and self._pending.have_arrived:
             self.mask.read_values()
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -196,19 +205,10 @@ class Run:
             with self.groups.waiting.measured():
                 self.averaging.after_step(optimizer)
         if self.mask is not None and self._refresh is not None:
-            self._steps_now = False
             self.mask.write_back()
             with self.groups.waiting.measured():
                 self._refresh.run()
-
-    def _mark_gradients(self) -> None:
-        """Notes from now on which parameters get gradients, also those that the user has thawed."""
-        for name, parameter in self.part.trained.items():
-            if parameter.requires_grad and name not in self._marks:
-                self._marks[name] = parameter.register_post_accumulate_grad_hook(self._mark)
-
-    def _mark(self, parameter: Tensor) -> None:
-        self._fresh[id(parameter)] = parameter
+            self.mask.note_values()
 
     def after_training_step(self) -> None:
         """Has to be called when no backward pass of this step is to come any more."""
@@ -217,9 +217,7 @@ class Run:
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Has to be called after every step, also one that a gradient scaler skipped: its gradients have been used."""
         self._in_step = False
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._fresh.pop(id(parameter), None)
+        self._pending.use(optimizer)
 
     def check_consistency(self, step: int) -> None:
         """Compares what ranks hold in common, if the user wants it and it is time to; collective.
@@ -235,18 +233,10 @@ class Run:
 
     def _held_together(self) -> tuple[Pieces, Pieces]:
         """The parameters and the buffers that this rank holds together with others."""
-        pieces: Pieces = {}
         if self.mask is not None:
-            pieces = {(name, self.groups.world): [parameter] for name, parameter in self.module.named_parameters()}
+            shared: Pieces = {(name, self.groups.world): [p] for name, p in self.module.named_parameters()}
         else:
-            for name, parameter in self.part.trained.items():
-                layout = self.groups.layouts.get(name)
-                if layout is None:
-                    pieces[name, self.groups.holders(name)] = [parameter]
-                else:
-                    for part in layout.parts_of(self.groups.rank):
-                        pieces[name, part.holders] = layout.views(part, parameter, self.groups.rank)
-        shared = {piece: tensors for piece, tensors in pieces.items() if len(piece[1]) > 1}
+            shared = pieces_of(self.part.trained, self.groups)
         buffers = {(name, ranks): own for ranks, parts in self.buffers.shared_parts() for name, own in parts.items()}
         return shared, buffers
 
@@ -268,83 +258,20 @@ class Run:
     @property
     def is_between_steps(self) -> bool:
         """Whether no forward waits for its backward pass, and no gradients wait for an optimizer step."""
-        grads = (parameter.grad for parameter in self._fresh.values())
-        return not self._in_step and not any(grad is not None and bool(grad.any()) for grad in grads)
+        return not self._in_step and not self._pending
 
     def end_period(self, optimizers: Sequence[Optimizer]) -> None:
         """Ends a period of local steps early; collective."""
         if self.averaging is not None:
             self.averaging.end_period(optimizers)
 
-    @torch.no_grad()
-    def replan(self, plan: MaskPlan, masking: str, layout: OptimizerLayout) -> None:
-        """Goes on with another plan: what ranks hold moves from the old holders to the new ones; collective.
-
-        Between two steps, at the end of a period. The full model is open if it will be run from now on, otherwise it
-        is closed.
-
-        Args:
-            plan: Who will hold what; it has the components of the present plan.
-            masking: ``"forward"`` or ``"backward"``.
-            layout: Of the optimizers.
-        """
-        assert self.how is not None
-        self._forget_gradients()
-        for parameter in [*self.module.parameters(), *self.part.leaves.values()]:
-            parameter.grad = None
-        is_whole = self.mask is not None or self.everywhere or self.is_open
-        if not self.is_open and is_whole:
-            self.buffers.before_forward()
-        old = self.groups
-        groups = HolderGroups(plan, len(old.world), old.rank, old.device, old.timeout, previous=old)
-        exchange = Exchange(self.plan, old, groups)
-        states = layout.take_states()
-        moved = exchange.run(self._give_up(exchange, is_whole, states))
-        for name, held in moved.items():
-            self._tensor(name).requires_grad_(held.facts.pop(_TRAINS))
-        runs_everything = plan.is_complete or masking == "backward"
-        self.buffers = BufferSync(self.module, groups, runs_everything, None if is_whole else self.buffers.full)
-        stored = {name: held.tensors.pop(_DATA) for name, held in moved.items() if _DATA in held.tensors}
-        self._take_part(plan, masking, groups, stored=stored)
-        layout.follow(self.part, plan, groups)
-        layout.put_states(states | moved)
-        self.average(self.how)
-
-    def _forget_gradients(self) -> None:
-        """Takes the hooks off that follow gradients."""
+    def forget_gradients(self) -> None:
+        """Drops gradients, and what follows them."""
         if self.reducer is not None:
             self.reducer.remove()
-        for handle in self._marks.values():
-            handle.remove()
-        self._marks.clear()
-        self._fresh.clear()
-
-    def _give_up(self, exchange: Exchange, is_whole: bool, states: dict[str, Held]) -> dict[str, Held]:
-        """Leaves the module with its full structure, and gives away what the rank has of tensors that may move.
-
-        Their states are taken from ``states``. Values go along unless the module has all of them.
-        """
-        held: dict[str, Held] = {}
-        for name in filter(exchange.had, exchange.names):
-            tensor = self._tensor(name)
-            held[name] = states.pop(name, Held())
-            held[name].facts[_TRAINS] = tensor.requires_grad
-            if not is_whole:
-                held[name].tensors[_DATA] = tensor.detach()
-        if self.subnetwork is not None:
-            self.subnetwork.give_up()
-        elif self.mask is not None:
-            self.mask.remove()
-        return held
-
-    def _tensor(self, name: str) -> Tensor:
-        owner, _, key = name.rpartition(".")
-        module = self.module.get_submodule(owner)
-        tensor: Tensor | None = module._parameters.get(key)
-        if tensor is None:
-            tensor = module._buffers[key]
-        assert tensor is not None
-        return tensor
+        self._pending.clear()
+        for parameter in [*self.module.parameters(), *self.part.leaves.values()]:
+            parameter.grad = None
 
     # the full model
 
@@ -390,11 +317,9 @@ class Run:
         """Loads a full model's state dict; local."""
         if self._full is None or self.is_open:
             self.module.load_state_dict(state, strict)
-            self.buffers.take_loaded()
         else:
             self._full.load_state_dict(state, strict)
-        if self.averaging is not None:
-            self.averaging.restart()
+        self.after_loading()
 
     def state_dict(self) -> dict[str, Any]:
         """The full model's state dict; collective, and complete on rank 0."""
@@ -463,13 +388,15 @@ class Run:
     def unmask(self) -> None:
         """Gives a module whose gradients are masked its own structure back; local."""
         if self.mask is not None:
-            self.mask.remove()
+            self.mask.give_up()
 
     def end(self) -> None:
         """Frees hooks and process groups; what is incomplete goes to the meta device. Local."""
         if self.subnetwork is not None and self.lost():
             self.subnetwork.abandon()
-        self._forget_gradients()
+        if self.reducer is not None:
+            self.reducer.remove()
+        self._pending.clear()
         for handle in self._handles:
             handle.remove()
         self.groups.destroy()

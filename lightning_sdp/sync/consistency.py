@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdp.sync.groups import Ranks
+from lightning_sdp.sync.groups import HolderGroups, Ranks
 
 Piece = tuple[str, Ranks]  # name of a tensor, and ranks that hold a part of it together
 Pieces = dict[Piece, list[Tensor]]
@@ -73,6 +73,19 @@ class ConsistencyCheck:
         sums = torch.stack([checksum(tensors) for tensors in [*parameters.values(), *buffers.values()]]).tolist()
         self._sums = dict(zip([*parameters, *buffers], sums, strict=True))
         return {piece: (own, piece in buffers and own != before.get(piece)) for piece, own in self._sums.items()}
+
+
+def pieces_of(trained: Mapping[str, Tensor], groups: HolderGroups) -> Pieces:
+    """What a rank has of parameters, by name, split by those with whom it shares it; without what is its own."""
+    pieces: Pieces = {}
+    for name, parameter in trained.items():
+        layout = groups.layouts.get(name)
+        if layout is None:
+            pieces[name, groups.holders(name)] = [parameter]
+        else:
+            for part in layout.parts_of(groups.rank):
+                pieces[name, part.holders] = layout.views(part, parameter, groups.rank)
+    return {piece: tensors for piece, tensors in pieces.items() if len(piece[1]) > 1}
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,27 @@ class Held(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.weights = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
         self.grads = {n: p.grad if p.grad is None else p.grad.clone() for n, p in pl_module.named_parameters()}
+
+
+class Wire(Callback):
+    """Calls a function with every tensor that a collective gets between two hooks.
+
+    Args:
+        name: Of the function in `torch.distributed`.
+        see: Is called with the same arguments.
+        first: The hook with which it begins.
+        last: The hook with which it ends.
+    """
+
+    def __init__(self, name: str, see: Callable[..., Any], first: str, last: str) -> None:
+        original = getattr(torch.distributed, name)
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            see(*args)
+            return original(*args, **kwargs)
+
+        setattr(self, first, lambda *_: setattr(torch.distributed, name, seen))
+        setattr(self, last, lambda *_: setattr(torch.distributed, name, original))
 
 
 def trainer(world: int, strategy: Any, **options: Any) -> Trainer:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdp import SDPStrategy
-from tests.distributed.runs import WORLDS, reference, trainer
+from tests.distributed.runs import WORLDS, Wire, reference, trainer
 from tests.distributed.test_checkpoints import fit_and_save
 from tests.models import Net, batches, loader, make, same_state
 
@@ -209,23 +209,12 @@ def count_sent(sdp: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Elements that each rank broadcasts after one step, and those of the components of which it is the source."""
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     strategy, sent, planned = SDPStrategy(**sdp), [0] * world, [0] * world
-    original = torch.distributed.broadcast
 
-    def counted(tensor: torch.Tensor, src: int, *args: Any, **kwargs: Any) -> Any:
-        sent[src] += tensor.numel()
-        return original(tensor, src, *args, **kwargs)
+    def count(tensor: torch.Tensor, source: int) -> None:
+        sent[source] += tensor.numel()
 
-    class Count(Callback):
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            torch.distributed.broadcast = counted
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            torch.distributed.broadcast = original
-
-    try:
-        trainer(world, strategy, max_epochs=1, callbacks=[Count()]).fit(make("mlp"), loader(batches("mlp", rank, 1)))
-    finally:
-        torch.distributed.broadcast = original
+    wire = Wire("broadcast", count, "on_before_optimizer_step", "on_train_batch_end")
+    trainer(world, strategy, max_epochs=1, callbacks=[wire]).fit(make("mlp"), loader(batches("mlp", rank, 1)))
     plan = strategy.plan
     assert plan is not None and plan.sizes is not None
     for component, size in zip(plan.components, plan.sizes, strict=True):

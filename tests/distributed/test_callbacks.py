@@ -185,7 +185,12 @@ def fit_tuned(sdp: dict[str, Any], directory: str, lr: float | None = None) -> t
 
 
 @pytest.mark.parametrize(
-    "sdp", [*REGIMES[1:], pytest.param({**BLOCK, "model_averaging_period": 3}, marks=pytest.mark.slow)]
+    "sdp",
+    [
+        *REGIMES[1:],
+        pytest.param({**NEURON, "save_distributed_checkpoint": True}, marks=pytest.mark.slow),
+        pytest.param({**BLOCK, "model_averaging_period": 3}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_search_for_a_learning_rate_leaves_nothing_behind(pool, tmp_path: Path, sdp: dict[str, Any]) -> None:
     """Training with the rate that was found is training with that rate from the start."""

@@ -179,6 +179,28 @@ def test_a_run_that_starts_on_meta_resumes_from_it(pool, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def load_by_hand(path: str) -> bool:
+    """Resumes from a directory, and then loads another state by hand."""
+    world, rank = world_and_rank()
+    net, other = scheduled("mlp"), {n: torch.zeros_like(v) for n, v in scheduled("mlp").state_dict().items()}
+    equal: list[bool] = []
+
+    class Load(Callback):
+        def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+            trainer.strategy.load_model_state_dict({"state_dict": other})
+            with trainer.strategy.full_model() as full:
+                equal.append(same_state(full.state_dict(), other))
+
+    run = trainer(world, SDPStrategy(coverage=0.5), max_steps=5, max_epochs=-1, callbacks=[Load()])
+    run.fit(net, loader(batches("mlp", rank, 4)), ckpt_path=path, weights_only=True)
+    return equal == [True]
+
+
+def test_what_is_loaded_later_is_not_taken_from_the_directory(pool, tmp_path: Path) -> None:
+    pool(2).run(fit_and_save, str(tmp_path), "mlp", 4, 4, None)
+    assert pool(2).run(load_by_hand, str(tmp_path / "mlp-4.ckpt")) == [True, True]
+
+
 def test_several_ranks_of_a_worker_share_the_writing(pool, tmp_path: Path) -> None:
     pool(3).run(fit_and_save, str(tmp_path), "gqa", 4, 4, None, **NEURON, coverage=0.34)
     sdp = {"num_subnetworks": 2, **NEURON}

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sdp import SDPReference, SDPStrategy
-from tests.distributed.runs import WORLDS, fit_rank, plan_for, reference, trainer
+from tests.distributed.runs import WORLDS, Wire, fit_rank, plan_for, reference, trainer
 from tests.distributed.test_checkpoints import fit_and_save
 from tests.distributed.test_gradients import switched_batches, switching
 from tests.models import batches, loader, make, same_state
@@ -49,27 +49,11 @@ def test_batchnorm_at_full_coverage_equals_the_reference(pool) -> None:
 
 def count_sent(sdp: dict[str, Any], steps: int) -> int:
     """Elements that this rank puts into sums during training."""
-    world, rank, sent = torch.distributed.get_world_size(), torch.distributed.get_rank(), 0
-    original = torch.distributed.all_reduce
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += tensor.numel()
-        return original(tensor, *args, **kwargs)
-
-    class Count(Callback):
-        def on_train_epoch_start(self, *_: Any) -> None:
-            torch.distributed.all_reduce = counted
-
-        def on_train_epoch_end(self, *_: Any) -> None:
-            torch.distributed.all_reduce = original
-
-    try:
-        run = trainer(world, SDPStrategy(**sdp), max_epochs=1, callbacks=[Count()])
-        run.fit(make("mlp"), loader(batches("mlp", rank, steps)))
-    finally:
-        torch.distributed.all_reduce = original
-    return sent
+    world, rank, sent = torch.distributed.get_world_size(), torch.distributed.get_rank(), []
+    wire = Wire("all_reduce", lambda tensor: sent.append(tensor.numel()), "on_train_epoch_start", "on_train_epoch_end")
+    run = trainer(world, SDPStrategy(**sdp), max_epochs=1, callbacks=[wire])
+    run.fit(make("mlp"), loader(batches("mlp", rank, steps)))
+    return sum(sent)
 
 
 @pytest.mark.parametrize("sdp", [BLOCK, NEURON])

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_sdp import SDPReference, SDPStrategy
-from tests.distributed.runs import WORLDS, fit_rank, plan_for, reference, trainer
+from tests.distributed.runs import WORLDS, Wire, fit_rank, plan_for, reference, trainer
 from tests.models import SHAPES, Net, batches, loader, make, same_state
 
 BLOCK = {"coverage": 0.5, "keep_ends": 0}
@@ -181,27 +181,10 @@ def test_gradients_travel_in_another_dtype(pool, sdp: dict[str, Any]) -> None:
 
 def dtypes_that_travel(reduce_dtype: str | None) -> set[str]:
     world, rank, seen = torch.distributed.get_world_size(), torch.distributed.get_rank(), set()
-    original = torch.distributed.all_reduce
-
-    def spied(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.add(str(tensor.dtype))
-        return original(tensor, *args, **kwargs)
-
-    class Spy(Callback):
-        def on_before_backward(self, *_: Any) -> None:
-            torch.distributed.all_reduce = spied
-
-        def on_after_backward(self, *_: Any) -> None:
-            torch.distributed.all_reduce = original
-
-    try:
-        strategy = SDPStrategy(**{**NEURON, "coverage": 0.67}, reduce_dtype=reduce_dtype)
-        net = make("mlp", dtype=torch.float32)
-        trainer(world, strategy, max_epochs=1, callbacks=[Spy()]).fit(
-            net, loader(batches("mlp", rank, 1, torch.float32))
-        )
-    finally:
-        torch.distributed.all_reduce = original
+    wire = Wire("all_reduce", lambda tensor: seen.add(str(tensor.dtype)), "on_before_backward", "on_after_backward")
+    strategy = SDPStrategy(**{**NEURON, "coverage": 0.67}, reduce_dtype=reduce_dtype)
+    data = loader(batches("mlp", rank, 1, torch.float32))
+    trainer(world, strategy, max_epochs=1, callbacks=[wire]).fit(make("mlp", dtype=torch.float32), data)
     return seen
 
 

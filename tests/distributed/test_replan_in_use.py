@@ -332,45 +332,32 @@ def test_an_entry_leaves_what_it_does_not_mention_to_the_strategys_arguments(poo
     assert pool(2).run(fit_by_hand_and_table)[0] == ["forward", "backward", "backward", "forward", "forward"]
 
 
-def fit_regime(path: str, steps: int, save: bool, resume: str | None, **sdp: Any) -> list[str]:
+def fit_regime(path: str, turns: int, steps: int, save: bool, resume: str | None, **sdp: Any) -> Seen:
+    """Goes over to backward masking, and a rotated plan, in a run that is saved."""
     world, rank, seen = torch.distributed.get_world_size(), torch.distributed.get_rank(), Seen()
     callbacks: list[Any] = [seen]
     if save:
-        callbacks += [At(1, lambda t, m: t.strategy.replan(t.strategy.plan, "backward"))]
+        callbacks += [At(1, lambda t, m: t.strategy.replan(t.strategy.plan.rotated(turns), "backward"))]
         callbacks += [ModelCheckpoint(path, filename="regime", every_n_train_steps=steps)]
+    options: dict[str, Any] = {"ckpt_path": resume, "weights_only": False} if resume else {}
     run = trainer(
         world, SDPStrategy(**sdp), max_steps=steps, max_epochs=-1, callbacks=callbacks, enable_checkpointing=save
     )
-    options: dict[str, Any] = {"ckpt_path": resume, "weights_only": False} if resume else {}
     run.fit(make("mlp"), loader(batches("mlp", rank, 4)), **options)
-    return seen.maskings
+    return seen
 
 
 def test_a_regime_that_was_changed_by_hand_is_resumed(pool, tmp_path) -> None:
-    pool(2).run(fit_regime, str(tmp_path), 3, True, None, **BLOCK)
+    pool(2).run(fit_regime, str(tmp_path), 0, 3, True, None, **BLOCK)
     path = str(tmp_path / "regime.ckpt")
-    assert pool(2).run(fit_regime, "", 5, False, path, **BLOCK)[0] == ["backward"] * 2
-
-
-def fit_back(path: str, steps: int, save: bool, resume: str | None, **sdp: Any) -> list[str]:
-    """A run that began with backward masking and was at forward masking when it was saved."""
-    world, rank, seen = torch.distributed.get_world_size(), torch.distributed.get_rank(), Seen()
-    callbacks: list[Any] = [seen]
-    if save:
-        callbacks += [At(1, lambda t, m: t.strategy.replan(t.strategy.plan.rotated(1), "backward"))]
-        callbacks += [ModelCheckpoint(path, filename="back", every_n_train_steps=steps)]
-    run = trainer(
-        world, SDPStrategy(**sdp), max_steps=steps, max_epochs=-1, callbacks=callbacks, enable_checkpointing=save
-    )
-    options: dict[str, Any] = {"ckpt_path": resume, "weights_only": False} if resume else {}
-    run.fit(make("mlp"), loader(batches("mlp", rank, 4)), **options)
-    return seen.plans
+    assert pool(2).run(fit_regime, "", 0, 5, False, path, **BLOCK)[0].maskings == ["backward"] * 2
 
 
 def test_a_run_that_starts_with_another_regime_begins_anew(pool, tmp_path) -> None:
-    pool(2).run(fit_back, str(tmp_path), 3, True, None, **BLOCK)
-    plans = pool(2).run(fit_back, "", 5, False, str(tmp_path / "back.ckpt"), **{**BLOCK, "masking": "backward"})[0]
-    assert plans == [plan_for(make("mlp"), 2, BLOCK).to_json()] * 2
+    pool(2).run(fit_regime, str(tmp_path), 1, 3, True, None, **BLOCK)
+    backward = {**BLOCK, "masking": "backward"}
+    seen = pool(2).run(fit_regime, "", 1, 5, False, str(tmp_path / "regime.ckpt"), **backward)[0]
+    assert seen.plans == [plan_for(make("mlp"), 2, BLOCK).to_json()] * 2
 
 
 def fit_and_leave(sdp: dict[str, Any]) -> dict[str, Any]:
@@ -487,7 +474,7 @@ def resume_refused(path: str, **sdp: Any) -> str:
     "options", [{"model_averaging_period": 4}, pytest.param({"eval_model": "subnetwork"}, marks=pytest.mark.slow)]
 )
 def test_options_that_exclude_a_resumed_regime_are_refused(pool, tmp_path, options: dict[str, Any]) -> None:
-    pool(2).run(fit_regime, str(tmp_path), 3, True, None, **BLOCK)
+    pool(2).run(fit_regime, str(tmp_path), 0, 3, True, None, **BLOCK)
     for text in pool(2).run(resume_refused, str(tmp_path / "regime.ckpt"), **{**BLOCK, **options}):
         assert "needs masking='forward'" in text
 

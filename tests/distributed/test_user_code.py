@@ -165,6 +165,24 @@ def test_weights_changed_before_the_step_are_those_that_step(pool, sdp: dict[str
             torch.testing.assert_close(masked[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+class LateChange(Callback):
+    """Changes a cut weight when the step has begun."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            pl_module.blocks[0].fc1.weight.mul_(0.5)
+
+
+def fit_with_late_change(sdp: dict[str, Any]) -> dict[str, Tensor]:
+    net = seeded(Net, "mlp", blocks=2)
+    return run(net, sdp, batches("mlp", torch.distributed.get_rank(), 2), callbacks=[LateChange()])
+
+
+def test_a_weight_changed_too_late_for_the_step_is_an_error(pool) -> None:
+    for error in pool(2).run_expecting_errors(fit_with_late_change, NEURON):
+        assert error is not None and "'blocks.0.fc1.weight' was changed between the backward pass and" in error[1]
+
+
 def read_copies() -> list[Tensor]:
     rank, seen = torch.distributed.get_rank(), []
 
