@@ -9,6 +9,7 @@ from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchmetrics import SumMetric
 
 from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
 from lightning_sdp.checkpoint_tensor import CheckpointTensor
+from lightning_sdp.distributed_checkpoint import SavedDirectory
 from tests.distributed.pool import RankError
 from tests.distributed.runs import trainer
 from tests.distributed.test_checkpoints import NEURON, Scheduled, scheduled, world_and_rank
@@ -332,21 +334,23 @@ def allocations(directory: str) -> dict[str, Any]:
                 trainer.save_checkpoint(path)
             report["saving"] = max(seen.sizes)
 
-    class WatchedStrategy(SDPStrategy):
-        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+    def watched(what: str, load: Any) -> Any:
+        def loading(*args: Any, **kwargs: Any) -> Any:
             with Allocations() as seen:
-                super().load_optimizer_state_dict(checkpoint)
-            report["resuming"] = max(seen.sizes)
+                result = load(*args, **kwargs)
+            report[what] = max(seen.sizes)
+            return result
 
-        def _load_weights(self) -> None:
-            with Allocations() as seen:
-                super()._load_weights()
-            report["loading"] = max(seen.sizes, default=0)
+        return loading
 
-    data = loader(batches("mlp", rank, 1))
+    data, resume = loader(batches("mlp", rank, 1)), SDPStrategy.load_optimizer_state_dict
     trainer(world, SDPStrategy(**sdp), max_epochs=1, callbacks=[Watch()]).fit(make("mlp"), data)
     net = make("mlp")
-    trainer(world, WatchedStrategy(**sdp), max_epochs=2).fit(net, data, ckpt_path=path, weights_only=True)
+    with (
+        mock.patch.object(SavedDirectory, "load_model", watched("loading", SavedDirectory.load_model)),
+        mock.patch.object(SDPStrategy, "load_optimizer_state_dict", watched("resuming", resume)),
+    ):
+        trainer(world, SDPStrategy(**sdp), max_epochs=2).fit(net, data, ckpt_path=path, weights_only=True)
     return {**report, "full": net.get_parameter(name).nbytes}
 
 
