@@ -235,7 +235,9 @@ def fit_averaging(sdp: dict[str, Any]) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("sdp", [*REGIMES[2:], {"coverage": 1.0}])
+@pytest.mark.parametrize(
+    "sdp", [{**BLOCK, "masking": "backward"}, {**NEURON, "masking": "backward"}, {"coverage": 1.0}]
+)
 def test_averages_of_weights_are_those_of_the_full_model(pool, sdp: dict[str, Any]) -> None:
     """Where every process has all weights; forward masking refuses them."""
     results = pool(3).run(fit_averaging, sdp)
