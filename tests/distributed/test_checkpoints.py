@@ -235,6 +235,28 @@ def test_an_optimizer_that_grew_on_some_ranks_stops_the_save_on_all_of_them(pool
     assert not (tmp_path / "grown.ckpt").exists()
 
 
+def fit_with_regrouped_optimizer() -> None:
+    """A parameter that every rank holds moves to another group after the first step."""
+    world, rank = world_and_rank()
+
+    class Regrouping(Net):
+        def configure_optimizers(self) -> Any:
+            stem = list(self.stem.parameters())
+            return torch.optim.SGD([{"params": stem}, {"params": self.head.parameters(), "lr": 0.01}], lr=0.1)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            first, second = self.trainer.optimizers[0].param_groups
+            second["params"].append(first["params"].pop())
+
+    trainer(world, SDPStrategy(coverage=0.5), max_epochs=1).fit(Regrouping().double(), loader(batches("mlp", rank, 2)))
+
+
+def test_parameters_that_changed_their_group_stop_the_next_step(pool) -> None:
+    for error in pool(2).run_expecting_errors(fit_with_regrouped_optimizer, deadline=30):
+        assert error is not None and error[0] == "ValueError"
+        assert "Groups of the optimizer were changed after training began" in error[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
     [

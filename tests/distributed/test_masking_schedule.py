@@ -265,6 +265,9 @@ def test_a_table_that_is_not_understood_is_refused(entries: Any, message: str) -
         MaskingSchedule(entries)
 
 
+UNEVEN = plan_for(make("mlp"), 2, {**BLOCK, "coverage": [0.4, 1.0]})
+
+
 def fit_refused(sdp: dict[str, Any] | str, entries: list[dict[str, Any]]) -> str:
     world = torch.distributed.get_world_size()
     strategy = SDPStrategy(**sdp) if isinstance(sdp, dict) else sdp
@@ -280,6 +283,7 @@ def fit_refused(sdp: dict[str, Any] | str, entries: list[dict[str, Any]]) -> str
         ("ddp", [{"step": 0, "coverage": 0.5}], "the strategy is DDPStrategy: use Trainer(strategy='sdp')"),
         (BLOCK, [{"step": 4, "coverage": [0.5, 0.2, 0.7]}], "coverage=[0.5, 0.2, 0.7] has 3 shares for 2 workers"),
         (BLOCK, [{"step": 4, "coverage": [0.5, 0.7], "rotate_every_n_steps": 2}], "Rotate with one coverage for all"),
+        (BLOCK, [{"step": 4, "plan": UNEVEN, "rotate_every_n_steps": 2}], "Rotate with one coverage for all"),
         (BLOCK, [{"step": 4, "plan": "no/such/plan.json"}], "plan='no/such/plan.json' cannot be read"),
         (BLOCK, [{"step": 4, "plan": plan_for(make("mlp"), 3, BLOCK)}], "The plan is for 3 workers, but there are 2"),
         ({"plan": plan_for(make("mlp"), 2, BLOCK)}, [{"step": 1, "seed": 4}], "seed alone does not go with"),

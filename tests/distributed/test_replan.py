@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
+from lightning_sdp.components import Component, ParamSlice
 from tests.distributed.runs import WORLDS, plan_for, trainer
 from tests.models import SHAPES, batches, loader, make
 
@@ -363,6 +364,19 @@ def _other_components(plan: MaskPlan) -> Any:
     return MaskPlan(3, [(c, [0, 1, 2]) for c in plan.components[:-1]], granularity=plan.granularity), None
 
 
+def _more_components(plan: MaskPlan) -> Any:
+    held = [(c, plan.holders(c.name)) for c in plan.components]
+    extra = Component("blocks.9", "neurons", (ParamSlice("blocks.9.norm.weight"),))
+    return MaskPlan(3, [*held, (extra, [0, 1, 2])], granularity=plan.granularity), None
+
+
+def _other_entries(plan: MaskPlan) -> Any:
+    held = [(c, plan.holders(c.name)) for c in plan.components]
+    first, workers = held[0]
+    held[0] = Component(first.name, first.kind, first.slices[:-1]), workers
+    return MaskPlan(3, held, granularity=plan.granularity), None
+
+
 def _unequal(plan: MaskPlan) -> Any:
     return plan.reassigned(seed=torch.distributed.get_rank()), None
 
@@ -385,7 +399,9 @@ def _backward(plan: MaskPlan) -> Any:
 
 ATTEMPTS = {
     0: _other_workers,
+    1: _more_components,
     2: _other_granularity,
+    3: _other_entries,
     4: _other_components,
     6: _unequal,
     7: _regime,
@@ -394,7 +410,9 @@ ATTEMPTS = {
 }
 MESSAGES = [
     "The plan is for 2 workers, but there are 3",
+    "The plan has a component 'blocks.9', which the present one has not",
     "The plan is one of blocks, but neurons are held",
+    "The plan has other entries in component",
     "The plan says nothing about component",
     "differs between ranks",
     "masking='sideways' is unknown",
