@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from lightning_sdp.sync.agreement import needing_all
 from lightning_sdp.usage import gather, measure
 
 
-class RunHooks(DDPStrategy):
+class RunHooks(ParallelStrategy):
     """What happens between setup and teardown, each hook a few lines that delegate to the `Run`.
 
     Attributes:
@@ -188,15 +188,15 @@ class RunHooks(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless one of them has failed."""
         if not self._interrupted:
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcasts an object, unless a process has failed."""
-        return obj if self._interrupted else super().broadcast(obj, src)
+        return obj if self._interrupted else super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces a tensor over all processes, unless one of them has failed."""
-        return tensor if self._interrupted else super().reduce(tensor, group, reduce_op)
+        return tensor if self._interrupted else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing to add: messages are clear where they are raised."""
