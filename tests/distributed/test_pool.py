@@ -217,7 +217,8 @@ def test_ranks_that_wait_for_one_that_raised_are_not_waited_for(pool: Pools, mon
 
 def test_launch_runs_a_script_with_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print('I am', os.environ['RANK'], os.environ['GROUP_RANK'], sys.argv[1])")
+    line = 'f\'I am {os.environ["RANK"]} {os.environ["GROUP_RANK"]} {sys.argv[1]}\\n\''
+    script.write_text(f"import os, sys; os.write(1, {line}.encode())")  # in one piece
     output = launch([script, "--flag"], world=2, nodes=2).stdout
     assert "I am 0 0 --flag" in output and "I am 1 1 --flag" in output
 
