@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_sdp.components import Component
-from lightning_sdp.plan import MaskPlan
+from lightning_sdp.components import ParamSlice
 from lightning_sdp.subnetwork import Subnetwork
 from lightning_sdp.sync.buffers import BufferSync
 from lightning_sdp.sync.groups import HolderGroups
@@ -61,7 +60,6 @@ class FullModel:
 
     Args:
         subnetwork: This worker's part of the module.
-        plan: Who holds what.
         groups: Holder sets and their process groups.
         buffers: The module's buffers.
 
@@ -70,18 +68,13 @@ class FullModel:
         needs_others: Whether rank 0 lacks something, which other ranks have to send for a checkpoint.
     """
 
-    def __init__(self, subnetwork: Subnetwork, plan: MaskPlan, groups: HolderGroups, buffers: BufferSync) -> None:
+    def __init__(self, subnetwork: Subnetwork, groups: HolderGroups, buffers: BufferSync) -> None:
         self._subnetwork, self._groups, self._buffers = subnetwork, groups, buffers
         self._module = subnetwork.module
         self._tensors: dict[str, Tensor] = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         self._shapes = {name: self._tensors[name].shape for name in subnetwork.cut}
-        self._partial: list[tuple[tuple[int, ...], Component]] = [
-            (groups.component_holders[component.name], component)
-            for component in plan.components
-            if groups.component_holders[component.name] != groups.world
-        ]
         self.is_open = False
-        self.needs_others = any(0 not in holders for holders, _ in self._partial)
+        self.needs_others = any(0 not in holders for holders, _ in groups.partial)
 
     def open(self) -> None:
         """Puts the full model in place, with equal weights and buffers on every rank; collective.
@@ -96,12 +89,12 @@ class FullModel:
             full = self._widened(self._groups.device)
             self._subnetwork.attach()
             self._subnetwork.replace(full)
-            for holders, component in self._partial:
+            for holders, slices in self._groups.partial:
                 assert group is not None
-                pieces = self._pieces(component, full)
+                pieces = self._pieces(slices, full)
                 received = broadcast(pieces, holders[0], group, rank, self._groups.device)
                 if rank not in holders:
-                    self._accept(received, pieces, component)
+                    self._accept(received, pieces, slices)
                 elif rank != holders[0]:
                     self._buffers.adopt(received)
             self._buffers.open()
@@ -119,15 +112,15 @@ class FullModel:
         """The cut tensors at full size with this rank's entries in place, by name; on the given or their own device."""
         full = {}
         for name, shape in self._shapes.items():
-            local = self._current(name)
+            local = self._subnetwork.local(name)
             full[name] = torch.empty(shape, dtype=local.dtype, device=device or local.device)
             self._groups.layouts[name].put(local, full[name], self._groups.rank)
         return full
 
-    def _pieces(self, component: Component, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a component as the module has them now, by name; of cut tensors views, with a number."""
+    def _pieces(self, slices: Sequence[ParamSlice], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Slices of tensors as the module has them now, by name; of cut tensors views, with a number."""
         pieces: dict[str, Tensor] = {}
-        for i, part in enumerate(component.slices):
+        for i, part in enumerate(slices):
             tensor = full.get(part.name, self._current(part.name))
             if part.dim is None:
                 pieces[part.name] = tensor
@@ -135,9 +128,11 @@ class FullModel:
                 pieces[f"{part.name}/{i}"] = tensor.narrow(part.dim, part.start, part.stop - part.start)
         return pieces
 
-    def _accept(self, received: Mapping[str, Tensor], pieces: Mapping[str, Tensor], component: Component) -> None:
-        """Puts a component that this rank lacks in its place."""
-        whole = {part.name for part in component.slices if part.dim is None}
+    def _accept(
+        self, received: Mapping[str, Tensor], pieces: Mapping[str, Tensor], slices: Sequence[ParamSlice]
+    ) -> None:
+        """Puts slices that this rank lacks in their place."""
+        whole = {part.name for part in slices if part.dim is None}
         self._subnetwork.fill({name: value for name, value in received.items() if name in whole})
         for name, value in received.items():
             if name not in whole:
@@ -154,22 +149,24 @@ class FullModel:
         On rank 0 it is complete: what rank 0 lacks comes from its holders into host memory. On other ranks it has the
         same keys and shapes, with stand-ins without data for what they lack.
         """
-        if self.is_open or not self._partial:
+        if self.is_open or not self._groups.partial:
             return self._module.state_dict()
+        return self._collected()
+
+    def _collected(self) -> dict[str, Any]:
         group, rank = self._groups.world_group, self._groups.rank
-        assert group is not None
         # What rank 0 has in part is completed in host memory; a sender makes views of what it has.
         full = self._widened(torch.device("cpu")) if rank == 0 else {}
         with torch.no_grad(), self._subnetwork.whole_structure(), self._buffers.full_statistics_in_place():
             self._subnetwork.fill(full)
-            for holders, component in self._partial:
+            for holders, slices in self._groups.partial:
                 if 0 in holders:
                     continue
                 if rank == 0:
-                    pieces = self._pieces(component, full)
-                    self._accept(receive(pieces, holders[0], group, self._groups.device), pieces, component)
+                    pieces = self._pieces(slices, full)
+                    self._accept(receive(pieces, holders[0], group, self._groups.device), pieces, slices)
                 elif rank == holders[0]:
-                    send(self._own_pieces(component), 0, group, self._groups.device)
+                    send(self._own_pieces(slices), 0, group, self._groups.device)
             state = self._module.state_dict()
             self._subnetwork.release()
         return state
@@ -199,16 +196,20 @@ class FullModel:
             name = names.get(key, key)
             if name in self._shapes and value.shape == self._shapes[name]:
                 held[key] = self._groups.layouts[name].take(value, self._groups.rank)
-        self._module.load_state_dict(held, strict=False)
+        self._load(held)
         full = self._buffers.full
         self._buffers.full = {
             n: state[n].to(v.device, v.dtype, copy=True) if n in state else v for n, v in full.items()
         }
 
-    def _own_pieces(self, component: Component) -> dict[str, Tensor]:
-        """As `_pieces`, of a component that this rank holds, while it stores its part of cut tensors only."""
+    def _load(self, held: Mapping[str, Any]) -> None:
+        """Loads what this rank has of a state dict, by key."""
+        self._module.load_state_dict(held, strict=False)
+
+    def _own_pieces(self, slices: Sequence[ParamSlice]) -> dict[str, Tensor]:
+        """As `_pieces`, of slices that this rank holds, while it stores its part of cut tensors only."""
         pieces: dict[str, Tensor] = {}
-        for i, part in enumerate(component.slices):
+        for i, part in enumerate(slices):
             if part.dim is None:
                 pieces[part.name] = self._current(part.name)
                 continue

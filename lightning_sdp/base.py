@@ -96,6 +96,29 @@ class SubnetworkStrategy(CheckpointHooks):
             return
         self._lost, self._layout = (), None
         self.accelerator.setup(trainer)
+        if self._run is None:
+            self._start(trainer)
+        run = self._run
+        assert run is not None
+        if self._to_load is not None:
+            agree(self._to_load, lambda _: ())
+            self._to_load = None
+        if fitting:
+            dtype = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
+            run.average(Averaging(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb, dtype))
+            if self.check_consistency_every_n_steps:
+                run.check = ConsistencyCheck(self.check_consistency_every_n_steps)
+            self._build_optimizers(trainer, run)
+            self._add_recalibration(trainer, run)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self._state_device)
+        rank_zero_info(summary(run.plan, len(run.groups)))
+
+    def _start(self, trainer: Trainer) -> None:
+        """Divides the model among the ranks."""
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None
         self.precision_plugin.convert_module(module)
         can_record = fitting and self.record_inputs and not is_on_meta(module)
         record = partial(record_training_calls, trainer, module) if can_record else None
@@ -110,14 +133,13 @@ class SubnetworkStrategy(CheckpointHooks):
         self._set_masking(masking)
         now = self.plan
         agree(lambda: self._require_possible(now, masking), lambda _: ())
-        groups = HolderGroups(self.plan, self.world_size, self.global_rank, self.root_device, self._timeout)
+        groups = self._make_groups(now)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
         can_run = self.plan.layouts and masking == "forward" and runs_without_data(module)
 
         def start() -> None:
-            assert self.plan is not None
-            self._run = Run(module, self.plan, masking, groups, self.model_to_device)
+            self._run = self._make_run(module, now, masking, groups)
 
         try:
             agree(start, lambda _: ())
@@ -125,24 +147,16 @@ class SubnetworkStrategy(CheckpointHooks):
             if self._run is None:  # otherwise teardown sees to it
                 groups.destroy()
             raise
-        run = self._run
-        assert run is not None
         if can_run:
             agree(lambda: require_running(module), lambda _: ())
-        if self._to_load is not None:
-            agree(self._to_load, lambda _: ())
-            self._to_load = None
-        if fitting:
-            dtype = None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
-            run.average(Averaging(self.model_averaging_period, self.average_optimizer_state, self.bucket_cap_mb, dtype))
-            if self.check_consistency_every_n_steps:
-                run.check = ConsistencyCheck(self.check_consistency_every_n_steps)
-            self._build_optimizers(trainer, run)
-            self._add_recalibration(trainer, run)
-        self.setup_precision_plugin()
-        if fitting:
-            optimizers_to_device(self.optimizers, self.root_device)
-        rank_zero_info(summary(self.plan, len(groups)))
+
+    def _make_groups(self, plan: MaskPlan) -> HolderGroups:
+        """The groups of a plan; collective."""
+        return HolderGroups(plan, self.world_size, self.global_rank, self.root_device, self._timeout)
+
+    def _make_run(self, module: LightningModule, plan: MaskPlan, masking: str, groups: HolderGroups) -> Run:
+        """What trains the model; collective."""
+        return Run(module, plan, masking, groups, self.model_to_device)
 
     def _set_masking(self, masking: str) -> None:
         """Puts a regime's callback in the place of the other's."""
@@ -177,7 +191,7 @@ class SubnetworkStrategy(CheckpointHooks):
         with run.part.whole_structure():
             self.setup_optimizers(trainer)
             names_of = {id(parameter): name for name, parameter in module.named_parameters()}
-            cut = {key: name for key, name in names_of.items() if name in plan.layouts}
+            cut = {key: name for key, name in names_of.items() if name in run.groups.layouts}
             agree(lambda: self._require_divisible(plan, cut), lambda _: ())
             if run.averaging is not None and self.average_optimizer_state:
                 agree(lambda: require_elementwise(self.optimizers, names_of, AVERAGED), lambda _: ())
@@ -306,8 +320,7 @@ class SubnetworkStrategy(CheckpointHooks):
         super().teardown()
         self._lightning_module = module
         if run is not None:
-            self._lost = run.lost()
-            run.end()
+            self._leave(run)
         clip_locally(self.precision_plugin)
         scale_locally(self.precision_plugin)
         if module is not None and module._trainer is not None:
@@ -317,3 +330,8 @@ class SubnetworkStrategy(CheckpointHooks):
             self._recalibration.reset()
         self._checkpoint_record = None
         self._reset()
+
+    def _leave(self, run: Run) -> None:
+        """Frees what a run needed."""
+        self._lost = run.lost()
+        run.end()

@@ -54,7 +54,7 @@ def model_entries(module: nn.Module, run: Run | None) -> dict[str, CheckpointTen
 
     Buffers may differ between ranks; those of the lowest holder count.
     """
-    if run is None or not run.is_carved or run.is_open:
+    if run is None or run.is_whole:
         world = tuple(range(dist.get_world_size()))
         entries = {n: CheckpointTensor(p.shape, p.dtype, world, p) for n, p in module.named_parameters()}
         buffers = {n: CheckpointTensor(b.shape, b.dtype, world, b, lowest=True) for n, b in module.named_buffers()}
@@ -270,7 +270,7 @@ class SavedDirectory:
             ValueError: It has not, or a tensor has another shape.
         """
         entries, names = model_entries(module, run), _names(module, run)
-        keys = module.state_dict() if run is None or not run.is_carved or run.is_open else run.outline()
+        keys = module.state_dict() if run is None or run.is_whole else run.outline()
         saved = {path[1]: key for key, path in self._paths.items() if path[0] == "state_dict"}
         lacks, adds = [key for key in keys if key not in saved], [key for key in saved if key not in keys]
         if strict and (lacks or adds):

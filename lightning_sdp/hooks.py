@@ -59,6 +59,10 @@ class RunHooks(ParallelStrategy):
             self._run.after_training_step()
         return output
 
+    def call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the LightningModule."""
+        return getattr(self.lightning_module, name)(*args, **kwargs)
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the backward pass, which is an empty one where this rank lacks all that trains: others wait for it."""
         if self._run is not None and self._run.part.lacks_trainable and not closure_loss.requires_grad:

@@ -66,7 +66,8 @@ class TensorLayout:
 
     def take(self, full: Tensor, holder: int) -> Tensor:
         """What a holder stores of a full tensor, as a new dense tensor."""
-        return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in self.runs(holder)], self.dim)
+        runs = self.runs(holder) or [(0, 0)]
+        return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in runs], self.dim)
 
     def put(self, local: Tensor, full: Tensor, holder: int) -> None:
         """Writes what a holder stores into its places in a full tensor."""

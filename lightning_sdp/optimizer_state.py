@@ -75,11 +75,7 @@ class OptimizerLayout:
             groups: Holder sets and their process groups.
         """
         self._part, self._plan, self._groups, self.trained = part, plan, groups, dict(part.trained)
-        self._remote = [  # what rank 0 lacks, a component at a time
-            (groups.component_holders[component.name], component.slices)
-            for component in plan.components
-            if 0 not in groups.component_holders[component.name]
-        ]
+        self._remote = [(holders, slices) for holders, slices in groups.partial if 0 not in holders]
         self.needs_others = bool(self._remote)
         self._name_of = self._known | {id(tensor): name for name, tensor in part.trained.items()}
         self.layouts = {name: layout for name, layout in groups.layouts.items() if name in self.shapes}

@@ -30,9 +30,10 @@ class PendingGradients:
         """Watches parameters from now on, by name; those that are frozen once they have been thawed and given again."""
         for name, parameter in trained.items():
             if parameter.requires_grad and name not in self._handles:
-                self._handles[name] = parameter.register_post_accumulate_grad_hook(self._arrive)
+                self._handles[name] = parameter.register_post_accumulate_grad_hook(self.arrive)
 
-    def _arrive(self, parameter: Tensor) -> None:
+    def arrive(self, parameter: Tensor) -> None:
+        """Takes note of a parameter that got a gradient."""
         self._fresh[id(parameter)] = parameter
 
     def use(self, optimizer: Optimizer) -> None:

@@ -44,19 +44,16 @@ class WorldClipping:
     ) -> Tensor:
         """See `clip_grad_norm_`."""
         group, device = self._groups.world_group, self._groups.device
-        assert group is not None
         trained = [self._leaves.get(id(p), p) for p in parameters]
         clipped = [p for p in trained if p.grad is not None]
         counted = [view for p in clipped for view in self._counted(p)]
         local = get_total_norm(counted, norm_type) if counted else torch.zeros(())
         local = local.to(device, torch.float64)
-        if norm_type == float("inf"):
-            dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
-            total = local
-        else:
-            power = local**norm_type
-            dist.all_reduce(power, group=group)
-            total = power ** (1.0 / norm_type)
+        is_largest = norm_type == float("inf")
+        total = local if is_largest else local**norm_type
+        if group is not None:
+            dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group)
+        total = total if is_largest else total ** (1.0 / norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The gradients' norm of order {norm_type} over the full model is {float(total)}, so they cannot be "

@@ -56,7 +56,7 @@ def run_training_step(
     args = (batch, batch_idx)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     with trainer.precision_plugin.train_step_context():
-        module.training_step(*args if takes_index else args[:1])
+        trainer.strategy.call_step("training_step", *args if takes_index else args[:1])  # type: ignore[attr-defined]
 
 
 @contextmanager

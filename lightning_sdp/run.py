@@ -26,6 +26,7 @@ from lightning_sdp.sync.consistency import ConsistencyCheck, Pieces, pieces_of
 from lightning_sdp.sync.groups import HolderGroups
 from lightning_sdp.sync.reducer import GradientReducer
 from lightning_sdp.sync.refresh import Refresh
+from lightning_sdp.theory import communication_bytes
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ class Run:
             self.part = self.mask = GradientMask(self.module, plan, worker)
             self._refresh = Refresh(dict(self.module.named_parameters()), plan, groups)
         else:
-            self.part = self.subnetwork = Subnetwork(self.module, plan, worker)
-            self._full = FullModel(self.subnetwork, plan, groups, self.buffers)
+            self.part = self.subnetwork = self._make_part(worker)
+            self._full = self._full_model(self.subnetwork)
             try:
                 self.subnetwork.carve(groups.device, stored)
                 to_device()
@@ -150,8 +151,19 @@ class Run:
         if self.how is not None:
             self.average(self.how)
 
+    def _make_part(self, worker: int) -> Subnetwork:
+        """A worker's subnetwork; the module is whole."""
+        return Subnetwork(self.module, self.plan, worker)
+
+    def _full_model(self, subnetwork: Subnetwork) -> FullModel:
+        """What puts the full model in place of a subnetwork."""
+        return FullModel(subnetwork, self.groups, self.buffers)
+
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Does what has to happen around every step of these optimizers, whoever calls it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         for optimizer in optimizers:
             before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
             after = optimizer.register_step_post_hook(lambda own, *_: self._after_step(own))
@@ -286,6 +298,11 @@ class Run:
         return self._full is not None and self._full.is_open
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the module itself has all there is now."""
+        return self._full is None or self.is_open
+
+    @property
     def has_drifted(self) -> bool:
         """Whether holders' weights differ: within a period of local steps."""
         return self.averaging is not None and not self.averaging.is_at_end
@@ -315,9 +332,10 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Loads a full model's state dict; local."""
-        if self._full is None or self.is_open:
+        if self.is_whole:
             self.module.load_state_dict(state, strict)
         else:
+            assert self._full is not None
             self._full.load_state_dict(state, strict)
         self.after_loading()
 
@@ -376,6 +394,19 @@ class Run:
                 self.buffers.reset_local()
         if self.averaging is not None:
             self.averaging.restart()
+
+    def sent_bytes(self) -> float:
+        """Bytes that this rank sends per optimizer step, by `communication_bytes`."""
+        assert self.how is not None
+        with self.part.whole_structure():
+            sent = communication_bytes(
+                self.plan,
+                self.module,
+                ranks_per_worker=self.groups.ranks_per_worker,
+                masking="forward" if self.mask is None else "backward",
+                reduce_dtype=self.how.reduce_dtype,
+            )
+        return sent[self.groups.rank // self.groups.ranks_per_worker] / self.how.period
 
     # the end
 

@@ -65,6 +65,11 @@ class CheckpointHooks(RunHooks):
         needs_others = any(source is not None and source.needs_others for source in sources)
         return self._interrupted and (needs_others or (self.save_distributed_checkpoint and self.world_size > 1))
 
+    @property
+    def _state_device(self) -> torch.device:
+        """Where optimizer state lives."""
+        return self.root_device
+
     def plan_record(self) -> dict[str, Any]:
         """What a checkpoint remembers of the plan, so that a resumed run keeps it."""
         if self.plan is None or self.initial_plan is None:
@@ -169,7 +174,7 @@ class CheckpointHooks(RunHooks):
             else:
                 own = agree(partial(saved.optimizer_state, position, layout), lambda _: ())
                 layout.load_own_state_dict(position, optimizer, {**state, "state": own})
-            optimizer_to_device(optimizer, self.root_device)
+            optimizer_to_device(optimizer, self._state_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathType, storage_options: Any | None = None

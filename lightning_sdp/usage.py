@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_sdp.report import effective_coverage
 from lightning_sdp.run import Run
 from lightning_sdp.sync.groups import HolderGroups
-from lightning_sdp.theory import communication_bytes
 
 
 def measure(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, float]:
@@ -27,17 +26,8 @@ def measure(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, float]:
     Returns:
         See `SDPStrategy.usage`.
     """
-    groups, part, how = run.groups, run.part, run.how
-    assert how is not None
+    groups, part = run.groups, run.part
     worker = groups.rank // groups.ranks_per_worker
-    with part.whole_structure():
-        sent = communication_bytes(
-            run.plan,
-            run.module,
-            ranks_per_worker=groups.ranks_per_worker,
-            masking="forward" if run.mask is None else "backward",
-            reduce_dtype=how.reduce_dtype,
-        )
     cut = {} if run.subnetwork is None else run.subnetwork.cut
     trained = {n: run.subnetwork.local(n) if run.subnetwork and n in cut else p for n, p in part.trained.items()}
     stored = [*trained.values()] if run.mask is None else [*run.module.parameters(), *run.mask.leaves.values()]
@@ -48,7 +38,7 @@ def measure(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, float]:
         "gradient_bytes": _total(own for name, own in trained.items() if part.trained[name].requires_grad),
         "optimizer_bytes": _total(value for value in states if isinstance(value, Tensor)),
         "peak_bytes": _peak_memory(groups.device),
-        "sent_bytes": sent[worker] / how.period,
+        "sent_bytes": run.sent_bytes(),
     }
 
 

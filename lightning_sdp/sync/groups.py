@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_sdp.components import ParamSlice
 from lightning_sdp.plan import MaskPlan
+from lightning_sdp.sharding.units import Sharding
 from lightning_sdp.sync.waiting import Waiting
 
 Ranks = tuple[int, ...]
@@ -30,10 +32,12 @@ class HolderGroups:
         device: Where tensors live that go through these groups.
         timeout: Of every collective; ``None`` is the backend's default.
         previous: Groups of an earlier plan. Those that are still needed are taken over, the others are freed.
+        sharding: How parameters are sharded over their holders, if they are.
 
     Attributes:
         world: All ranks.
         layouts: How tensors that some rank has only a part of are spread over the ranks, by tensor name.
+        partial: What not every rank holds: ranks that hold the same slices of tensors, and these slices.
         world_group: The process group of all ranks.
         waiting: How long this rank waits for others in them.
     """
@@ -46,6 +50,7 @@ class HolderGroups:
         device: torch.device,
         timeout: timedelta | None = None,
         previous: HolderGroups | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
         self.waiting: Waiting = Waiting(device) if previous is None else previous.waiting
@@ -54,6 +59,12 @@ class HolderGroups:
         self._tensor_holders = {name: self.ranks_of(workers) for name, workers in plan.tensor_holders().items()}
         self.layouts = {name: layout.renamed(self.ranks_of) for name, layout in plan.layouts.items()}
         self.component_holders = {c.name: self.ranks_of(plan.holders(c.name)) for c in plan.components}
+        slices = [(self.component_holders[c.name], c.slices) for c in plan.components]
+        if sharding is not None:
+            self.layouts |= sharding.layouts
+            unsharded = [(ranks, tuple(p for p in own if p.name not in sharding.layouts)) for ranks, own in slices]
+            slices = [*sharding.slices(), *((ranks, own) for ranks, own in unsharded if own)]
+        self.partial: list[tuple[Ranks, tuple[ParamSlice, ...]]] = [s for s in slices if s[0] != self.world]
         distinct = dict.fromkeys(self.component_holders.values())
         cap = max(2 * plan.num_subnetworks, 16)
         if len(distinct) > cap:
@@ -64,15 +75,16 @@ class HolderGroups:
             )
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         known = {} if previous is None else previous._groups
-        for ranks in [self.world, *distinct]:
+        meshes = () if sharding is None else sharding.rank_sets
+        for ranks in [self.world, *distinct, *meshes]:
             if ranks in known:
                 self._groups[ranks] = known.pop(ranks)
-            elif len(ranks) > 1 and ranks not in self._groups:
+            elif (len(ranks) > 1 or ranks in meshes) and ranks not in self._groups:
                 group: Any = dist.new_group(list(ranks), timeout=timeout)  # a placeholder on ranks outside of it
                 self._groups[ranks] = group
         if previous is not None:
             previous.destroy()
-        self.world_group = self._groups.get(self.world)
+        self.world_group = self._groups.get(self.world) if len(self.world) > 1 else None
 
     def __len__(self) -> int:
         return len(self._groups)
