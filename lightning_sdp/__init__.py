@@ -12,6 +12,7 @@ from lightning_sdp.components import (
     register_block,
     register_neurons,
 )
+from lightning_sdp.fsdp import SDPFSDPStrategy
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.precision import clip_grad_norm_
 from lightning_sdp.reference import SDPReference
@@ -28,6 +29,7 @@ __all__ = [
     "MaskingSchedule",
     "Member",
     "ParamSlice",
+    "SDPFSDPStrategy",
     "SDPMonitor",
     "SDPReference",
     "SDPStrategy",
@@ -58,3 +60,10 @@ for _name, (_granularity, _masking, _start_method) in _NAMES.items():
         masking=_masking,
         start_method=_start_method,
     )
+
+StrategyRegistry.register(
+    SDPFSDPStrategy.strategy_name,
+    SDPFSDPStrategy,
+    description="Subnetwork Data Parallelism over blocks, each sharded over the processes that hold it",
+    override=True,
+)

@@ -25,6 +25,7 @@ __all__ = [
     "NormBase",
     "PathType",
     "after_backward",
+    "initialize_shards",
     "is_compiled",
     "isolate_rng",
     "log_metrics",
@@ -80,3 +81,8 @@ def train_dataloader(trainer: Trainer) -> Any:
     """What the user gave a trainer as training data: one or several dataloaders."""
     source = trainer.fit_loop._data_source
     return source.dataloader()
+
+
+def initialize_shards(root: nn.Module) -> None:
+    """Does what FSDP2 would do in the first forward: it settles where the shards of all units within a module lie."""
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator,union-attr]

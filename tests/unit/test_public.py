@@ -79,6 +79,7 @@ def test_public_names() -> None:
         "MaskingSchedule",
         "Member",
         "ParamSlice",
+        "SDPFSDPStrategy",
         "SDPMonitor",
         "SDPReference",
         "SDPStrategy",
