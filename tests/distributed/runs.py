@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor
 
-from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
+from lightning_sdp import MaskPlan, SDPFSDPStrategy, SDPReference, SDPStrategy
 from tests.models import SHAPES, batches, loader, make
 
 # The number of ranks: all three in the long run, one of them always.
@@ -61,6 +62,21 @@ class Wire(Callback):
         setattr(self, last, lambda *_: setattr(torch.distributed, name, original))
 
 
+def make_strategy(given: dict[str, Any] | str, dtype: torch.dtype = torch.float64) -> Any:
+    """A strategy by its name or by arguments: of SDPFSDPStrategy if ``sharded`` is among them, else of SDPStrategy.
+
+    What shards leaves a model's dtype as it is; it would turn inputs into float32.
+    """
+    if isinstance(given, str):
+        return given
+    arguments = dict(given)
+    if not arguments.pop("sharded", False):
+        return SDPStrategy(**arguments)
+    plugin = FSDPPrecision("32-true")
+    plugin._desired_input_dtype = dtype
+    return SDPFSDPStrategy(**{"precision_plugin": plugin, **arguments})
+
+
 def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
     """A quiet trainer over ranks that exist already."""
     warnings.filterwarnings("ignore", module="lightning")
@@ -77,10 +93,9 @@ def fit(
     """
     held = Held()
     net = make(kind, **model)
-    strategy = SDPStrategy(**sdp) if isinstance(sdp, dict) else sdp
     dtype = next(net.parameters()).dtype
     callbacks = [held, *options.pop("callbacks", [])]
-    run = trainer(world, strategy, max_epochs=1, callbacks=callbacks, **options)
+    run = trainer(world, make_strategy(sdp), max_epochs=1, callbacks=callbacks, **options)
     run.fit(net, loader(batches(kind, rank, steps * run.accumulate_grad_batches, dtype)))
     return {"full": {k: v.clone() for k, v in net.state_dict().items()}, "held": held.weights, "grads": held.grads}
 

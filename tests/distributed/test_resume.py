@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
-from tests.distributed.runs import plan_for, trainer
+from lightning_sdp import MaskPlan, SDPReference
+from tests.distributed.runs import make_strategy, plan_for, trainer
 from tests.models import SHAPES, Net, batches, loader
 
 Layout = tuple[int, Any]  # the number of ranks, and arguments of SDPStrategy or the name of another strategy
@@ -24,7 +24,10 @@ SAVED_AFTER, THEN = 3, 2  # steps
 BLOCK = {"keep_ends": 0}
 NEURON = {**BLOCK, "granularity": "neuron"}
 BACKWARD = {"masking": "backward"}
+SHARDED = {**BLOCK, "sharded": True}
 LAYOUTS: dict[str, Layout] = {"one device": (1, "auto"), "sdp alone": (1, {}), "ddp": (2, "ddp")}
+LAYOUTS |= {f"{world} sharded": (world, {**SHARDED, "coverage": 0.67}) for world in (2, 3)}
+LAYOUTS["4 sharded in pairs"] = 4, {**SHARDED, "coverage": 0.5, "num_subnetworks": 2}
 for world, coverage in ((2, 0.5), (3, 0.67), (4, 0.5)):
     for granularity in (BLOCK, NEURON):
         for masking in ({}, BACKWARD):
@@ -86,13 +89,12 @@ def resumed(how: str) -> Resumed:
 
 
 def fit(given: Any, how: str, directory: str, resume: str | None) -> tuple[dict[str, Tensor], str]:
-    """Trains an epoch and saves, or resumes and trains another; returns the weights and the plan."""
+    """Trains an epoch and saves, or resumes and trains another; returns the weights, sharded ones on rank 0, and the plan."""
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     net = resumed(how)
-    strategy = SDPStrategy(**given) if isinstance(given, dict) else given
     save = ModelCheckpoint(directory, filename="saved", save_on_train_epoch_end=True)
     run = trainer(
-        world, strategy, max_epochs=1 if resume is None else 2, enable_checkpointing=resume is None,
+        world, make_strategy(given), max_epochs=1 if resume is None else 2, enable_checkpointing=resume is None,
         callbacks=[save] if resume is None else [],
     )  # fmt: skip
     data = batches("gqa", rank, SAVED_AFTER + THEN)
@@ -102,7 +104,9 @@ def fit(given: Any, how: str, directory: str, resume: str | None) -> tuple[dict[
         run.fit(net, loader(data[SAVED_AFTER:]), ckpt_path=resume, weights_only=False)
     assert run.current_epoch == (1 if resume is None else 2)
     plan = run.strategy.plan if isinstance(given, dict) else plan_for(net, world, {"coverage": 1.0})  # type: ignore
-    return {name: value.clone() for name, value in net.state_dict().items()}, plan.to_json()
+    full = run.strategy.lightning_module_state_dict()
+    stays_sharded = isinstance(given, dict) and "sharded" in given
+    return {n: v.clone() for n, v in full.items()} if rank == 0 or not stays_sharded else {}, plan.to_json()
 
 
 class Together:
@@ -127,15 +131,18 @@ def check(pool: Any, saved: Path, target: Layout, how: str) -> None:
     for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
         optimizer.load_state_dict(state)
     masking = given.get("masking", "forward") if isinstance(given, dict) else "forward"
-    together: Any = Together(optimizers)
+    plan, together = MaskPlan.from_json(results[0][1]), Together(optimizers)
     ref = SDPReference(
-        net, MaskPlan.from_json(results[0][1]), together, masking=masking, loss=lambda model, batch: model.loss(batch)
-    )
+        net, plan, together, ranks_per_worker=world // plan.num_subnetworks, masking=masking,
+        loss=lambda model, batch: model.loss(batch),
+    )  # fmt: skip
     data = [batches("gqa", rank, SAVED_AFTER + THEN)[SAVED_AFTER:] for rank in range(world)]
     for step in range(THEN):
         ref.step([[own[step]] for own in data])
+    expected = net.state_dict()
+    assert list(results[0][0]) == list(expected)
     for full, _ in results:
-        torch.testing.assert_close(full, dict(net.state_dict()), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(full, {name: expected[name] for name in full}, rtol=1e-10, atol=1e-10)
 
 
 Saved = Callable[[str, str], Path]
@@ -164,6 +171,9 @@ DIAGONAL = [
     ("3 neuron", "one device", "interleaved groups"),
     ("one device", "3 block backward", "rmsprop"),
     ("3 neuron backward", "2 neuron backward", "frozen"),
+    ("3 sharded", "2 block", "amsgrad"),
+    ("3 neuron", "2 sharded", "two optimizers"),
+    ("2 sharded", "4 sharded in pairs", "interleaved groups"),
 ]
 NAMES = list(LAYOUTS)
 REST = [
