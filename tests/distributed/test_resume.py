@@ -89,7 +89,7 @@ def resumed(how: str) -> Resumed:
 
 
 def fit(given: Any, how: str, directory: str, resume: str | None) -> tuple[dict[str, Tensor], str]:
-    """Trains an epoch and saves, or resumes and trains another; returns the weights, sharded ones on rank 0, and the plan."""
+    """Trains an epoch and saves, or resumes and trains another; returns weights (sharded: on rank 0) and the plan."""
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     net = resumed(how)
     save = ModelCheckpoint(directory, filename="saved", save_on_train_epoch_end=True)
