@@ -64,6 +64,14 @@ class ForwardMasking(MaskingMode):
         """Opens the full model."""
         self._open(trainer)
 
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the full model where it is not in place anyway."""
+        self._open(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the full model where it is not in place anyway."""
+        self._open(trainer)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Closes the full model after the sanity check."""
         trainer.strategy.close_full_model()  # type: ignore[attr-defined]
