@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -46,7 +47,7 @@ from lightning_sdp.settings import (
 from lightning_sdp.sync.agreement import agree
 from lightning_sdp.sync.buffers import tracked_batchnorms
 from lightning_sdp.sync.consistency import ConsistencyCheck
-from lightning_sdp.sync.groups import HolderGroups
+from lightning_sdp.sync.groups import HolderGroups, destroy_all_groups
 
 
 class SubnetworkStrategy(CheckpointHooks):
@@ -72,6 +73,12 @@ class SubnetworkStrategy(CheckpointHooks):
     _timeout: timedelta | None
 
     # setup
+
+    def setup_environment(self) -> None:
+        """Connects the processes, and sees to it that they part before the interpreter ends."""
+        super().setup_environment()
+        atexit.unregister(destroy_all_groups)
+        atexit.register(destroy_all_groups)
 
     def connect(self, model: LightningModule) -> None:
         """Puts the masking regime first among the trainer's callbacks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -16,6 +18,18 @@ from lightning_sdp.sharding.units import Sharding
 from lightning_sdp.sync.waiting import Waiting
 
 Ranks = tuple[int, ...]
+
+
+def destroy_all_groups() -> None:
+    """Ends the threads of all process groups, while there is an interpreter; local.
+
+    A thread of gloo that lets go of the last message's tensors needs the interpreter, and aborts the process when that
+    is already being finalized.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # what is left of groups is part of reference cycles
+    time.sleep(0.1)  # or in caches of DTensor: their threads get the interpreter now, if they need it
 
 
 class HolderGroups:

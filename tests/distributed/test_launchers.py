@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from tests.distributed import program
+from tests.distributed import exit_program, program
 from tests.distributed.pool import Pool, launch
 from tests.distributed.runs import QUIET
 from tests.models import Net, batches, loader, make
@@ -56,6 +56,13 @@ def test_launchers(
         iter(ranks.values())
     ), output
     assert all(int(held) < PARAMETERS for held in re.findall(r"held (\d+)", output))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_no_thread_of_gloo_outlives_the_interpreter() -> None:
+    """Such a thread aborts the process when it lets go of a tensor too late, now and then."""
+    output = launch([exit_program.__file__, "sdp"], world=2, deadline=90).stdout
+    assert re.findall(r"at the end: (\d+) threads", output) == ["0", "0"], output
 
 
 def fit_on_one_device(strategy: str) -> tuple[dict[str, Tensor], int, list[str], str]:
