@@ -282,8 +282,8 @@ class SavedDirectory:
         own = {key: entries[names[key]] for key in keys if key in saved and key in names}
         self._read({saved[key]: entry for key, entry in own.items()})
         others = self._values({saved[key]: None for key in keys if key in saved and key not in own})
-        with nullcontext() if run is None else run.part.all_modules():  # they load what they keep otherwise
-            module.load_state_dict({self._paths[key][1]: value for key, value in others.items()}, strict=False)
+        # Modules load what they keep beside tensors; those that are missing are hollow, but there.
+        module.load_state_dict({self._paths[key][1]: value for key, value in others.items()}, strict=False)
         if run is not None:
             run.after_loading()
 

@@ -12,7 +12,7 @@ taken out of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -140,10 +140,6 @@ class GradientMask:
                     "change weights in on_train_batch_start or on_train_batch_end, or use granularity='block'."
                 )
             self._layouts[name].put(leaf, self._parameters[name].detach(), self._worker)
-
-    def all_modules(self) -> AbstractContextManager[None]:
-        """All modules in place, as they always are."""
-        return nullcontext()
 
     @contextmanager
     def whole_structure(self) -> Iterator[None]:

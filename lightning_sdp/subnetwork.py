@@ -252,12 +252,6 @@ class Subnetwork:
             if not was_attached:
                 self.detach()
 
-    @contextmanager
-    def all_modules(self) -> Iterator[None]:
-        """All modules in place for the duration of a block of code, whatever parameters they have."""
-        with self.whole_structure():
-            yield
-
     def abandon(self) -> None:
         """Restores the structure with missing tensors on the meta device: after a failure their data is elsewhere.
 

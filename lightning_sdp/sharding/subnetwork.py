@@ -9,8 +9,7 @@ These leaves are what is trained. The parameters of the full structure keep thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,18 +260,6 @@ class ShardedSubnetwork(Subnetwork):
         self.release()
         self.attached, self.opened = True, False
         super().detach()
-
-    @contextmanager
-    def all_modules(self) -> Iterator[None]:
-        """All modules in place for the duration of a block of code, with sharded parameters."""
-        opens = not (self.attached or self.opened)
-        if opens:
-            self.open()
-        try:
-            yield
-        finally:
-            if opens:
-                self.close()
 
     def shape_of(self, name: str) -> torch.Size:
         """The full shape of a parameter."""

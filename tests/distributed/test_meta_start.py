@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_sdp import MaskPlan, SDPReference, SDPStrategy
 from tests.distributed.pool import launch
-from tests.distributed.runs import plan_for, trainer
-from tests.models import SHAPES, Net, batches, loader, same_state
+from tests.distributed.runs import make_strategy, plan_for, trainer
+from tests.models import SHAPES, MLPBlock, Net, batches, loader, same_state
 
 BLOCK = {"coverage": 0.5, "keep_ends": 0}
 NEURON = {**BLOCK, "granularity": "neuron"}
@@ -112,6 +112,49 @@ def test_a_run_on_meta_resumes_bit_equal(pool, tmp_path: Path, sdp: dict[str, An
     assert same_state(whole["state_dict"], resumed["state_dict"])
     a, b = whole["optimizer_states"][0]["state"], resumed["optimizer_states"][0]["state"]
     assert all(same_state(a[i], b[i]) for i in a)
+
+
+class Counting(MLPBlock):
+    """Keeps a number beside its tensors."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def resume_counting(sdp: dict[str, Any], directory: str) -> list[int]:
+    """Trains and saves blocks with numbers from 10 on, and resumes with others; returns what they have then."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    options: dict[str, Any] = {}
+    for steps in (1, 2):
+        net = on_meta()
+        with torch.device("meta"):
+            net.blocks = nn.ModuleList(Counting(8 * (i + 1)).double() for i in range(3))
+        blocks: list[Any] = list(net.blocks)
+        for i, block in enumerate(blocks):
+            block.count = 10 + i if steps == 1 else 0
+        saves = ModelCheckpoint(directory, filename=f"{steps}", every_n_train_steps=steps)
+        run = trainer(
+            world, make_strategy(sdp), max_epochs=-1, max_steps=steps, callbacks=[saves], enable_checkpointing=True,
+            limit_val_batches=0,
+        )  # fmt: skip
+        run.fit(net, loader(batches("mlp", rank, 1)), **options)
+        options = {"ckpt_path": f"{directory}/1.ckpt", "weights_only": True}
+    return [block.count for block in blocks]
+
+
+@pytest.mark.parametrize("sdp", [BLOCK, NEURON, {**BLOCK, "sharded": True}], ids=["block", "neuron", "sharded"])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_missing_modules_keep_beside_tensors_comes_back(
+    pool, tmp_path: Path, kind: str, sdp: dict[str, Any]
+) -> None:
+    if kind == "directory":
+        sdp = {**sdp, **({"state_dict_type": "sharded"} if "sharded" in sdp else {"save_distributed_checkpoint": True})}
+    assert pool(3).run(resume_counting, sdp, str(tmp_path)) == [[10, 11, 12]] * 3
 
 
 class Own(nn.Module):
