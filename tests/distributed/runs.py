@@ -77,6 +77,14 @@ def make_strategy(given: dict[str, Any] | str, dtype: torch.dtype = torch.float6
     return SDPFSDPStrategy(**{"precision_plugin": plugin, **arguments})
 
 
+def full_weights(strategy: Any) -> dict[str, Tensor]:
+    """A copy of the full model's state dict; of a model that stays sharded on rank 0, elsewhere nothing. Collective."""
+    full = strategy.lightning_module_state_dict()
+    if isinstance(strategy, SDPFSDPStrategy) and torch.distributed.get_rank() > 0:
+        return {}
+    return {name: value.clone() for name, value in full.items()}
+
+
 def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
     """A quiet trainer over ranks that exist already."""
     warnings.filterwarnings("ignore", module="lightning")

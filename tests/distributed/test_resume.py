@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdp import MaskPlan, SDPReference
-from tests.distributed.runs import make_strategy, plan_for, trainer
+from tests.distributed.runs import full_weights, make_strategy, plan_for, trainer
 from tests.models import SHAPES, Net, batches, loader
 
 Layout = tuple[int, Any]  # the number of ranks, and arguments of SDPStrategy or the name of another strategy
@@ -104,9 +104,7 @@ def fit(given: Any, how: str, directory: str, resume: str | None) -> tuple[dict[
         run.fit(net, loader(data[SAVED_AFTER:]), ckpt_path=resume, weights_only=False)
     assert run.current_epoch == (1 if resume is None else 2)
     plan = run.strategy.plan if isinstance(given, dict) else plan_for(net, world, {"coverage": 1.0})  # type: ignore
-    full = run.strategy.lightning_module_state_dict()
-    stays_sharded = isinstance(given, dict) and "sharded" in given
-    return {n: v.clone() for n, v in full.items()} if rank == 0 or not stays_sharded else {}, plan.to_json()
+    return full_weights(run.strategy), plan.to_json()
 
 
 class Together:

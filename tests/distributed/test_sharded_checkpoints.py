@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.runs import make_strategy, reference, trainer
+from tests.distributed.runs import full_weights, make_strategy, reference, trainer
 from tests.distributed.test_sharded_training import assert_close
 from tests.models import batches, loader, make
 
@@ -34,8 +34,7 @@ def fit(given: dict[str, Any], epoch: int, saved: str | None, resume: str | None
     if saved:
         run.save_checkpoint(saved)
     strategy.save_distributed_checkpoint = False  # with it there is only an outline
-    full = strategy.lightning_module_state_dict()
-    return {name: value.clone() for name, value in full.items()} if rank == 0 else {}
+    return full_weights(strategy)
 
 
 def expected(world: int, workers: int, steps: int) -> Any:

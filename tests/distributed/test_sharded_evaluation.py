@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 
-from tests.distributed.runs import make_strategy, reference, trainer
+from tests.distributed.runs import full_weights, make_strategy, reference, trainer
 from tests.models import batches, loader, make, same_state
 
 GIVEN = {"coverage": 0.5, "keep_ends": 0, "sharded": True}
@@ -77,8 +77,7 @@ def fit_with_validation(kind: str, validate: bool, checkpointing: str | None, ev
     options: dict[str, Any] = {"val_check_interval": 2} if validate else {"limit_val_batches": 0}
     run = trainer(world, strategy, max_epochs=1, accumulate_grad_batches=3, callbacks=[outline], **options)
     run.fit(net, loader(batches(kind, rank, 7)), loader(batches(kind, rank, 2)))
-    full = strategy.lightning_module_state_dict()
-    return {"full": {k: v.clone() for k, v in full.items()} if rank == 0 else {}, "seen": outline.seen}
+    return {"full": full_weights(strategy), "seen": outline.seen}
 
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [("conv", None), ("mlp", "blocks")])

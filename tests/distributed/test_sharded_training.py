@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from lightning_sdp import SDPReference
-from tests.distributed.runs import make_strategy, plan_for, reference, trainer
+from tests.distributed.runs import full_weights, make_strategy, plan_for, reference, trainer
 from tests.models import SHAPES, Net, batches, loader, make
 
 WORLDS = [(2, 2), (3, 3), (4, 2), (4, 4)]
@@ -34,9 +34,8 @@ def fit(given: dict[str, Any], kind: str, steps: int, model: dict[str, Any], **o
     usage, strategy = Usage(), make_strategy({**given, "sharded": True})
     run = trainer(world, strategy, max_epochs=1, callbacks=[usage, *options.pop("callbacks", [])], **options)
     run.fit(make(kind, **model), loader(batches(kind, rank, steps * run.accumulate_grad_batches)))
-    full, state = strategy.lightning_module_state_dict(), strategy.optimizer_state(strategy.optimizers[0])
-    mine = {"full": {k: v.clone() for k, v in full.items()}, "optimizer": state} if rank == 0 else {}
-    return {**mine, "usage": usage.usage}
+    state = strategy.optimizer_state(strategy.optimizers[0])
+    return {"full": full_weights(strategy), "optimizer": state if rank == 0 else {}, "usage": usage.usage}
 
 
 def assert_close(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -140,25 +139,24 @@ class Trainable(Net):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
-def trainable() -> Trainable:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        return Trainable().double()
-
-
-def fit_thawing(given: dict[str, Any]) -> dict[str, Tensor]:
+def fit_own(given: dict[str, Any], cls: type[Net], callbacks: list[Callback], epochs: int) -> dict[str, Tensor]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     strategy = make_strategy(given)
-    run = trainer(world, strategy, max_epochs=2, callbacks=[Thaw()])
-    run.fit(trainable(), loader(batches("mlp", rank, 3)))
-    full = strategy.lightning_module_state_dict()
-    return {k: v.clone() for k, v in full.items()} if rank == 0 or "sharded" not in given else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        net = cls().double()
+    trainer(world, strategy, max_epochs=epochs, callbacks=callbacks).fit(net, loader(batches("mlp", rank, 3)))
+    return full_weights(strategy)
+
+
+def check_as_under_sdp(pool: Any, *run: Any) -> None:
+    given = {"coverage": 0.5, "keep_ends": 0}
+    plain = pool(3).run(fit_own, given, *run)[0]
+    assert_close(pool(3).run(fit_own, {**given, "sharded": True}, *run)[0], plain)
 
 
 def test_a_finetuning_callback_works_as_under_sdp(pool: Any) -> None:
-    given = {"coverage": 0.5, "keep_ends": 0}
-    plain = pool(3).run(fit_thawing, given)[0]
-    assert_close(pool(3).run(fit_thawing, {**given, "sharded": True})[0], plain)
+    check_as_under_sdp(pool, Trainable, [Thaw()], 2)
 
 
 class TwoOptimizers(Net):
@@ -183,25 +181,12 @@ class TwoOptimizers(Net):
             optimizer.step()
 
 
-def fit_two(given: dict[str, Any]) -> dict[str, Tensor]:
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    strategy = make_strategy(given)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        net = TwoOptimizers().double()
-    trainer(world, strategy, max_epochs=1).fit(net, loader(batches("mlp", rank, 5)))
-    full = strategy.lightning_module_state_dict()
-    return {k: v.clone() for k, v in full.items()} if rank == 0 or "sharded" not in given else {}
-
-
 def test_two_optimizers_that_step_and_clip_by_hand_work_as_under_sdp(pool: Any) -> None:
-    given = {"coverage": 0.5, "keep_ends": 0}
-    plain = pool(3).run(fit_two, given)[0]
-    assert_close(pool(3).run(fit_two, {**given, "sharded": True})[0], plain)
+    check_as_under_sdp(pool, TwoOptimizers, [], 2)
 
 
 def fit_again(path: str) -> dict[str, Any]:
-    """Fits, saves and tests, then fits on with the same strategy; beside it, fits on from the checkpoint."""
+    """Fits, saves and tests, then fits on with the same strategy."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     data = batches("mlp", rank, 6)
     given = {"coverage": 0.5, "keep_ends": 0, "sharded": True}
@@ -212,9 +197,7 @@ def fit_again(path: str) -> dict[str, Any]:
     tested = run.test(net, loader(batches("mlp", 0, 2)), verbose=False)
     run.fit_loop.max_epochs = 2
     run.fit(net, loader(data[3:]))
-    on = strategy.lightning_module_state_dict()
-    result: dict[str, Any] = {"tested": tested, "on": {k: v.clone() for k, v in on.items()} if rank == 0 else {}}
-    return result
+    return {"tested": tested, "on": full_weights(strategy)}
 
 
 def test_fitting_again_goes_on_with_the_sharded_module(pool: Any, tmp_path: Any) -> None:
