@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ _REFUSED = {  # arguments of FSDPStrategy, or of what it passes them to, and wha
 class _PlainFSDP(FSDPStrategy):
     """Lightning's FSDPStrategy without what it does with torch's older FSDP: saving, restoring, optimizers."""
 
+    call_step: Callable[..., Any]
     setup_optimizers = ParallelStrategy.setup_optimizers
     lightning_module_state_dict = ParallelStrategy.lightning_module_state_dict
     load_model_state_dict = ParallelStrategy.load_model_state_dict
@@ -92,14 +93,6 @@ class _PlainFSDP(FSDPStrategy):
         context = getattr(self.precision_plugin, name.replace("step", "step_context").replace("validation", "val"))
         with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and not inference), context():
             return self.call_step(name, *args, **kwargs)
-
-    def call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the LightningModule through the module's call, so that FSDP2 gathers what it uses."""
-        module = self.lightning_module
-        assert module is not None
-        if not isinstance(module, FSDPModule):
-            return getattr(module, name)(*args, **kwargs)
-        return self._forward_redirection(module, module, name, *args, **kwargs)
 
 
 class SDPFSDPStrategy(SubnetworkStrategy, _PlainFSDP):
@@ -270,7 +263,8 @@ class SDPFSDPStrategy(SubnetworkStrategy, _PlainFSDP):
             return given or MixedPrecisionPolicy()
         own = {parameter.dtype for parameter in module.parameters()}
         param_dtype = None if own == {given.param_dtype} else given.param_dtype
-        return MixedPrecisionPolicy(param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs)
+        casts = given.cast_forward_inputs or given.cast_root_forward_inputs
+        return MixedPrecisionPolicy(param_dtype, given.reduce_dtype, cast_forward_inputs=casts)
 
     def setup(self, trainer: Trainer) -> None:
         """Carves the model and shards what this worker holds; collective. See `SDPStrategy`."""
@@ -322,6 +316,16 @@ class SDPFSDPStrategy(SubnetworkStrategy, _PlainFSDP):
             RuntimeError: Always.
         """
         raise RuntimeError("sdp_fsdp cannot change the plan while training: resume from a checkpoint with the new one.")
+
+    # one step
+
+    def call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the LightningModule through the module's call, so that FSDP2 gathers what it uses."""
+        module = self.lightning_module
+        assert module is not None
+        if not isinstance(module, FSDPModule):
+            return getattr(module, name)(*args, **kwargs)
+        return self._forward_redirection(module, module, name, *args, **kwargs)
 
     # the end
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
 from lightning_sdp.assemble import FullModel, names_by_key
@@ -29,7 +30,7 @@ class ShardedModel(FullModel):
         groups: Holder sets and their process groups.
         buffers: The module's buffers.
         sharding: How parameters are sharded.
-        compute_dtype: In which dtype units compute; ``None``: in that of their parameters.
+        policy: The dtypes in which units compute.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class ShardedModel(FullModel):
         groups: HolderGroups,
         buffers: BufferSync,
         sharding: Sharding,
-        compute_dtype: torch.dtype | None,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         super().__init__(subnetwork, groups, buffers)
-        self._sharded, self._compute_dtype = subnetwork, compute_dtype
+        self._sharded, self._policy = subnetwork, policy
         self._spread = [unit for unit in sharding.units if unit.ranks != groups.world and unit.parameters]
         self._handles: list[Any] = []
 
@@ -79,14 +80,15 @@ class ShardedModel(FullModel):
             assert group is not None
             local = {name.removeprefix(f"{unit.name}."): name for name in unit.parameters}
             own = {name: module.get_parameter(path).detach() for path, name in local.items()}
-            if not holds and self._compute_dtype is not None:
-                own = {name: value.to("meta", self._compute_dtype) for name, value in own.items()}
+            dtype = self._policy.param_dtype
+            if not holds and dtype is not None:
+                own = {name: value.to("meta", dtype) for name, value in own.items()}
             with torch.inference_mode(False), torch.no_grad():
                 received = broadcast(own, unit.ranks[0], group, self._groups.rank, self._groups.device)
             if holds:
                 return None
             self._sharded.fill(received)
-            return _cast((args, kwargs), self._compute_dtype)
+            return _cast((args, kwargs), dtype if self._policy.cast_forward_inputs else None)
 
         return gather
 

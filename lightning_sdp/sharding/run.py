@@ -57,8 +57,7 @@ class ShardedRun(Run):
 
     def _full_model(self, subnetwork: Subnetwork) -> FullModel:
         assert isinstance(subnetwork, ShardedSubnetwork)
-        dtype = self._options.mixed_precision.param_dtype
-        return ShardedModel(subnetwork, self.groups, self.buffers, self._sharding, dtype)
+        return ShardedModel(subnetwork, self.groups, self.buffers, self._sharding, self._options.mixed_precision)
 
     def average(self, how: Averaging) -> None:
         """Notes how gradients travel; FSDP2 averages them."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_sdp._compat import initialize_shards
 from lightning_sdp.plan import MaskPlan
 from lightning_sdp.sharding.units import Policy, Sharding, Unit, select
-from lightning_sdp.subnetwork import Subnetwork
+from lightning_sdp.subnetwork import Subnetwork, stand_in
 from lightning_sdp.sync.groups import HolderGroups
 
 
@@ -77,6 +77,7 @@ class ShardedSubnetwork(Subnetwork):
         self.units = [unit for unit in sharding.units if groups.rank in unit.ranks]
         self._blocks_of_plan = [c.name for c in plan.components] + [kept.name for kept in plan.kept]
         self._originals = dict(module.named_parameters())
+        self._dtypes = {name: parameter.dtype for name, parameter in self._originals.items()}
         self.cut = dict(self._originals)
         self._shared: list[tuple[dict[str, Any], str, str]] = []  # places of what the worker holds
         names = {id(parameter): name for name, parameter in self.trained.items()}
@@ -266,9 +267,10 @@ class ShardedSubnetwork(Subnetwork):
         return self._originals[name].shape
 
     def forget(self, names: Iterable[str]) -> None:
-        """Takes the data of some parameters of the full structure away again."""
+        """Takes the data of some parameters of the full structure away again, in whatever dtype it was."""
         for name in names:
-            self._forget(self._originals[name])
+            original = self._originals[name]
+            original.data = stand_in(original.detach().to("meta").to(self._dtypes[name]), self._device)
 
     def local(self, name: str) -> Tensor:
         """What this rank stores of a parameter: some rows, or none."""
@@ -283,6 +285,11 @@ class ShardedSubnetwork(Subnetwork):
 
     def abandon(self) -> None:
         """Restores the structure with all parameters on the meta device, after a failure; see `Subnetwork`."""
+        for unit in self.units:  # else FSDP2 keeps what a forward has left gathered, and puts its own back later
+            module = self._module_of(unit)
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(True)
+        self.reshard()
         if not self.attached:
             self._put_originals()
         super().abandon()

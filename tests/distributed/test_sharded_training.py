@@ -185,6 +185,21 @@ def test_two_optimizers_that_step_and_clip_by_hand_work_as_under_sdp(pool: Any) 
     check_as_under_sdp(pool, TwoOptimizers, [], 2)
 
 
+class Direct(Net):
+    """Calls its modules in the training step, and uses a parameter outside of any call."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.stem(batch[0])
+        for block in self.blocks:  # type: ignore[union-attr]
+            x = block(x)
+        penalty = self.head.weight.square().sum()  # type: ignore[union-attr, operator]
+        return torch.nn.functional.cross_entropy(self.head(x), batch[1]) + 0.1 * penalty
+
+
+def test_modules_that_are_called_directly_train_as_under_sdp(pool: Any) -> None:
+    check_as_under_sdp(pool, Direct, [], 2)
+
+
 def fit_again(path: str) -> dict[str, Any]:
     """Fits, saves and tests, then fits on with the same strategy."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
