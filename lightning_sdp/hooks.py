@@ -180,14 +180,6 @@ class RunHooks(ParallelStrategy):
         if not self.lightning_module.trainer.sanity_checking:  # type: ignore[union-attr]
             self.close_full_model()
 
-    def on_test_end(self) -> None:
-        """Closes the full model after every other hook of the stage."""
-        self.close_full_model()
-
-    def on_predict_end(self) -> None:
-        """Closes the full model after every other hook of the stage."""
-        self.close_full_model()
-
     def _update_statistics(self, run: Run) -> None:
         """Re-estimates BatchNorm's statistics for the open full model if training went on; collective."""
         assert self.lightning_module is not None

@@ -48,8 +48,9 @@ class ForwardMasking(MaskingMode):
     """Each worker runs only what it holds, except while the model is evaluated or handed to the user.
 
     As it comes first among the callbacks, the full model is open before any other callback of a stage sees it; the
-    strategy's own ``on_*_end``, which Lightning calls last, closes it. After the sanity check it is closed
-    where training starts, and at the end of training it stays open.
+    strategy's own ``on_validation_end``, which Lightning calls last, closes it. After the sanity check it is closed
+    where training starts, and at the end of training it stays open; where it does not, as with shards, tests and
+    predictions open it again, and teardown closes it.
     """
 
     def _open(self, trainer: Trainer) -> None:

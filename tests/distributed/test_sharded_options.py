@@ -21,28 +21,32 @@ GIVEN = {"coverage": 0.5, "keep_ends": 0}
 SHARDED = {**GIVEN, "sharded": True}
 
 
-def fit_half(precision: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+def fit_half(precision: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], float, set[torch.dtype]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy, net = SDPFSDPStrategy(**GIVEN, **options), make("mlp", dtype=torch.float32)
+    computed: set[torch.dtype] = set()
+    net.head.register_forward_hook(lambda module, inputs, output: computed.add(output.dtype))  # type: ignore[union-attr]
     run = trainer(world, strategy, max_epochs=1, precision=precision, gradient_clip_val=0.5)
     run.fit(net, loader(batches("mlp", rank, 6, torch.float32)))
     [validated] = run.validate(net, loader(batches("mlp", 0, 2, torch.float32)), verbose=False)
-    return full_weights(strategy), validated["val_loss"]
+    return full_weights(strategy), validated["val_loss"], computed
 
 
 @pytest.mark.parametrize(
-    ("precision", "options"),
+    ("precision", "options", "dtype"),
     [
-        ("bf16-true", {}),
-        ("32-true", {"mixed_precision": MixedPrecisionPolicy(cast_forward_inputs=False)}),
-        ("16-mixed", {}),
-        ("32-true", {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}),
-        ("bf16-mixed", {}),
+        ("bf16-true", {}, torch.bfloat16),
+        ("32-true", {"mixed_precision": MixedPrecisionPolicy(cast_forward_inputs=False)}, torch.float32),
+        ("16-mixed", {}, torch.float16),
+        ("32-true", {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}, torch.bfloat16),
+        ("bf16-mixed", {}, torch.bfloat16),
     ],
 )
-def test_half_precision_stays_near_the_reference(pool: Any, precision: str, options: dict[str, Any]) -> None:
+def test_half_precision_stays_near_the_reference(
+    pool: Any, precision: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     results = pool(3).run(fit_half, precision, options)
-    mine, loss = results[0]
+    mine, loss, _ = results[0]
     ref = reference(3, 3, GIVEN, "mlp", 6, {"dtype": torch.float32}, gradient_clip_val=0.5)
     start = make("mlp", dtype=torch.float32).state_dict()
     wanted = torch.cat([(value - start[name]).flatten() for name, value in ref.module.state_dict().items()])
@@ -56,7 +60,7 @@ def test_half_precision_stays_near_the_reference(pool: Any, precision: str, opti
         data = batches("mlp", 0, 2, torch.float32)
         expected = sum(float(F.cross_entropy(net(x), y)) for x, y in data) / len(data)
     assert loss == pytest.approx(expected, rel=0.01)
-    assert all(other == loss for _, other in results)
+    assert all(other == loss and computed == {dtype} for _, other, computed in results)
 
 
 @pytest.mark.parametrize("offload", [True, CPUOffloadPolicy(pin_memory=False)])
