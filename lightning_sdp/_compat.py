@@ -25,6 +25,7 @@ __all__ = [
     "NormBase",
     "PathType",
     "after_backward",
+    "call_sharded",
     "initialize_shards",
     "is_compiled",
     "isolate_rng",
@@ -81,6 +82,29 @@ def train_dataloader(trainer: Trainer) -> Any:
     """What the user gave a trainer as training data: one or several dataloaders."""
     source = trainer.fit_loop._data_source
     return source.dataloader()
+
+
+def call_sharded(root: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a module that FSDP2 has sharded as it would call the forward.
+
+    The forward of the same module, called by the method, is part of that call: by itself it would end by giving the
+    parameters away that the method and the backward pass still need.
+    """
+    state: Any = root._get_fsdp_state()  # type: ignore[operator]
+    hooks: list[tuple[Any, int]] = [
+        (root._forward_pre_hooks, state._pre_forward_hook_handle.id),
+        (root._forward_hooks, state._post_forward_hook_handle.id),
+    ]
+    own = [registered[key] for registered, key in hooks]
+    args, kwargs = state._pre_forward(root, args, kwargs)
+    try:
+        for registered, key in hooks:
+            registered[key] = lambda *_: None
+        output = getattr(root, name)(*args, **kwargs)
+    finally:
+        for (registered, key), hook in zip(hooks, own, strict=True):
+            registered[key] = hook
+    return state._post_forward(root, args, output)
 
 
 def initialize_shards(root: nn.Module) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from lightning_sdp._compat import is_compiled
+from lightning_sdp._compat import call_sharded, is_compiled
 from lightning_sdp.base import SubnetworkStrategy
 from lightning_sdp.callbacks import MaskingSchedule
 from lightning_sdp.elementwise import require_separate
@@ -88,10 +88,8 @@ class _PlainFSDP(FSDPStrategy):
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 keeps what it gathers for the next training step, where inference mode would make it useless.
-        inference = torch.is_inference_mode_enabled()
         context = getattr(self.precision_plugin, name.replace("step", "step_context").replace("validation", "val"))
-        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and not inference), context():
+        with context():
             return self.call_step(name, *args, **kwargs)
 
 
@@ -320,12 +318,12 @@ class SDPFSDPStrategy(SubnetworkStrategy, _PlainFSDP):
     # one step
 
     def call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the LightningModule through the module's call, so that FSDP2 gathers what it uses."""
+        """Calls a method of the LightningModule as FSDP2 does its forward, so that what it uses is gathered."""
         module = self.lightning_module
         assert module is not None
         if not isinstance(module, FSDPModule):
-            return getattr(module, name)(*args, **kwargs)
-        return self._forward_redirection(module, module, name, *args, **kwargs)
+            return super().call_step(name, *args, **kwargs)
+        return call_sharded(module, name, *args, **kwargs)
 
     # the end
 

@@ -117,7 +117,8 @@ class ShardedRun(Run):
             copies = len(unit.ranks) // ways
             gathers = 2 if unit.name and self._options.reshard_after_forward else 1
             for name in unit.parameters:
-                leaf, full = self._shards.leaves[name], self._shards.shape_of(name).numel()
+                leaf, shape = self._shards.leaves[name], self._shards.shape_of(name)
+                full = -(-shape[0] // ways) * ways * shape[1:].numel()  # all ranks send equally many rows
                 size = (policy.param_dtype or leaf.dtype).itemsize
                 total += gathers * full * size * (ways - 1) / ways
                 if leaf.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,6 +164,64 @@ def test_the_monitor_shows_what_shards_take(pool: Any) -> None:
         assert sum(row["parameter_bytes"] for row in usage) == total
         assert sum(row["gradient_bytes"] for row in usage) == total
         assert sum(row["optimizer_bytes"] for row in usage) == pytest.approx(2 * total, rel=0.02)
+
+
+OLD = {"all_gather": "_into_tensor", "reduce_scatter": "_tensor"}
+
+
+class Traffic(Callback):
+    """Counts what FSDP2's collectives send in the last step, in rings, beside what the strategy forecasts."""
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+
+    def count(self, name: str, share: Callable[[int], float], size: Callable[..., int]) -> None:
+        original = getattr(dist, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.sent += size(*args, **kwargs) * share(dist.get_world_size(kwargs["group"]))
+            return original(*args, **kwargs)
+
+        self.restore = [*getattr(self, "restore", []), lambda: setattr(dist, name, original)]
+        setattr(dist, name, counted)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+
+            def bytes_of(tensor: Tensor) -> int:
+                return tensor.numel() * tensor.element_size()
+
+            def full(*args: Any, **kwargs: Any) -> int:
+                return max(map(bytes_of, [*args, *(v for v in kwargs.values() if isinstance(v, Tensor))]))
+
+            is_new = hasattr(dist, "all_gather_single")  # the names in newer releases of torch
+            for name in ("all_gather", "reduce_scatter"):
+                self.count(name + ("_single" if is_new else OLD[name]), lambda n: (n - 1) / n, full)
+            self.count("all_reduce", lambda n: 2 * (n - 1) / n, lambda t, *_, **__: bytes_of(t))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            for restore in self.restore:
+                restore()
+            self.forecast = trainer.strategy.usage()[trainer.global_rank]["sent_bytes"]
+
+
+def measure_traffic(given: dict[str, Any]) -> tuple[float, float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    traffic = Traffic()
+    net = make("attention", blocks=4)
+    trainer(world, make_strategy({**SHARDED, **given}), max_epochs=1, callbacks=[traffic]).fit(
+        net, loader(batches("attention", rank, 3))
+    )
+    return traffic.sent, traffic.forecast
+
+
+@pytest.mark.parametrize(
+    ("world", "given"), [(3, {}), (4, {"num_subnetworks": 2}), (2, {"sharding_strategy": "SHARD_GRAD_OP"}), (4, {})]
+)
+def test_the_forecast_of_the_traffic_is_what_is_sent(pool: Any, world: int, given: dict[str, Any]) -> None:
+    for sent, forecast in pool(world).run(measure_traffic, given):
+        assert sent == pytest.approx(forecast)
 
 
 class Change(Callback):
