@@ -143,8 +143,13 @@ def test_a_rank_without_gradients_takes_part_in_scaling(pool) -> None:
 def fit_half(sdp: dict[str, Any], precision: str) -> dict[str, Any]:
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     net = make("mlp", dtype=torch.float32)
+    computed: set[torch.dtype] = set()
+    net.head.register_forward_hook(lambda module, inputs, output: computed.add(output.dtype))  # type: ignore[union-attr]
     run = trainer(world, SDPStrategy(**sdp), max_epochs=1, precision=precision, gradient_clip_val=0.5)
     run.fit(net, loader(batches("mlp", rank, 6, torch.float32)))
+    assert (
+        torch.float16 if precision.startswith("16") else torch.bfloat16
+    ) in computed  # float32 while blocks are found
     return dict(net.state_dict())
 
 
